@@ -1,0 +1,152 @@
+"""Ways to train one step, with and without scores. Each is a function that trains one step when called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from inrun.bench.shape import Shape, loss_of
+from inrun.engine import Accountant
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant of the table."""
+
+    name: str
+    #: Makes a fresh model and returns the step function and a function that tells the bytes held between steps.
+    make: Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]
+    slow: bool = False
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer, accountant: Accountant | None = None) -> int:
+    tensors: list[Tensor] = [*model.parameters()]
+    tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+    if accountant is not None:
+        tensors += [*accountant.directions.raw.values(), *(d.v for d in accountant.directions.streaming.values())]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def _update(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if shape.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), shape.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(rows: Callable[[Shape], int]) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+    """Train without scores on ``rows(shape)`` rows."""
+
+    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+        model = shape.build()
+        optimizer = shape.make_optimizer(model)
+
+        def step(number: int) -> None:
+            loss_of(model, shape.rows(rows(shape), number)).backward()
+            _update(shape, model, optimizer)
+
+        return step, lambda: _held(model, optimizer)
+
+    return make
+
+
+def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+    """Train with an accountant."""
+
+    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+        model = shape.build()
+        optimizer = shape.make_optimizer(model)
+        validation = shape.rows(shape.validation_rows, -1)
+        accountant = Accountant(
+            model, optimizer, lambda m: loss_of(m, validation), method=method, update=update, form=form
+        )
+
+        def step(number: int) -> None:
+            rows = shape.rows(shape.batch, number)
+            with accountant.step(range(number * shape.batch, (number + 1) * shape.batch)):
+                loss_of(model, rows).backward()
+                _update(shape, model, optimizer)
+
+        return step, lambda: _held(model, optimizer, accountant)
+
+    return make
+
+
+def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+    """One backward per sample, SGD scores by dot products with the validation gradient."""
+    model = shape.build()
+    optimizer = shape.make_optimizer(model)
+    validation = shape.rows(shape.validation_rows, -1)
+    parameters = list(model.parameters())
+
+    def step(number: int) -> None:
+        rows = shape.rows(shape.batch, number)
+        directions = torch.autograd.grad(loss_of(model, validation), parameters)
+        scores = []
+        for row in rows.split(1):
+            grads = torch.autograd.grad(loss_of(model, row) / len(rows), parameters)
+            scores.append(torch.stack([(g * v).sum() for g, v in zip(grads, directions, strict=True)]).sum())
+            for p, g in zip(parameters, grads, strict=True):
+                p.grad = g if p.grad is None else p.grad.add_(g)
+        torch.stack(scores)
+        _update(shape, model, optimizer)
+
+    return step, lambda: _held(model, optimizer)
+
+
+def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+    """Per-sample gradients by torch.func, SGD scores by dot products with the validation gradient."""
+    model = shape.build()
+    optimizer = shape.make_optimizer(model)
+    validation = shape.rows(shape.validation_rows, -1)
+    names = dict(model.named_parameters())
+    parameters = list(names.values())
+
+    def sample_loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        return loss_of(_Functional(model, values), row.unsqueeze(0))  # type: ignore[arg-type]
+
+    per_sample = torch.func.vmap(torch.func.grad(sample_loss), in_dims=(None, 0))
+
+    def step(number: int) -> None:
+        rows = shape.rows(shape.batch, number)
+        directions = torch.autograd.grad(loss_of(model, validation), parameters)
+        grads = per_sample({n: p.detach() for n, p in names.items()}, rows)
+        scores = torch.zeros(len(rows), device=rows.device)
+        for (name, p), v in zip(names.items(), directions, strict=True):
+            g = grads[name]
+            scores += g.flatten(1) @ v.flatten()
+            p.grad = g.mean(0)
+        _update(shape, model, optimizer)
+
+    return step, lambda: _held(model, optimizer)
+
+
+class _Functional:
+    """A model with other parameter values, callable like the model."""
+
+    def __init__(self, model: nn.Module, values: dict[str, Tensor]) -> None:
+        self.model, self.values = model, values
+
+    def __call__(self, rows: Tensor) -> object:
+        return torch.func.functional_call(self.model, self.values, (rows,))
+
+
+def entries(shape: Shape) -> list[Entry]:
+    """Return the contestants for a shape, the two yardsticks first."""
+    updates = ["sgd"] if shape.optimizer == "sgd" else ["frozen", "sgd"]
+    ours = [
+        Entry(f"first+{update} {form}", scored("first", update, form))
+        for update in updates
+        for form in ("shared", "project")
+    ]
+    return [
+        Entry("plain", plain(lambda s: s.batch)),
+        Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
+        *ours,
+        Entry("one at a time", one_at_a_time, slow=True),
+        Entry("torch.func vmap", vmapped, slow=True),
+    ]

@@ -1,0 +1,117 @@
+"""Interleaved timing: every contestant once per round, the best round counts.
+
+Noise on a shared machine only ever adds time, so the best of several rounds is the steadiest figure, and interleaving
+gives every contestant the same share of quiet moments.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from inrun.bench.contestants import Entry
+from inrun.bench.shape import Shape
+
+
+@dataclass
+class Result:
+    """What was measured of one contestant."""
+
+    name: str
+    seconds: float
+    cpu_seconds: float
+    #: Peak bytes of tensors during a step, model and optimizer included.
+    peak_bytes: int
+    #: Samples per second relative to plain training (by wall time and by CPU time) and to the limit.
+    relative: float = 0.0
+    relative_cpu: float = 0.0
+    of_limit: float = 0.0
+    of_limit_cpu: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def _synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def _peak_of_step(step: Callable[[], None], device: str) -> int:
+    """Return the most bytes allocated above the start during one step."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    level = peak = 0
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        level += event.nbytes()
+        peak = max(peak, level)
+    return peak
+
+
+def measure(
+    shape: Shape,
+    contestants: list[Entry],
+    rounds: int,
+    slow_rounds: int,
+    tell: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> list[Result]:
+    """Measure all contestants.
+
+    Args:
+        shape: Model and batch.
+        contestants: The first must be plain training, the second the limit.
+        rounds: Rounds for fast contestants.
+        slow_rounds: Rounds in which the slow ones take part.
+        tell: Called with the contestant's name and progress.
+    """
+    shape.check()
+    made = [(entry, *entry.make(shape)) for entry in contestants]
+    total = len(made) * (rounds + 1)
+    done = 0
+    for entry, step, _ in made:
+        tell(f"warming up {entry.name}", done, total)
+        for number in range(2):
+            step(number)
+    wall = {entry.name: float("inf") for entry in contestants}
+    cpu = dict(wall)
+    for number in range(rounds):
+        for entry, step, _ in made:
+            tell(f"round {number + 1}/{rounds} {entry.name}", done, total)
+            done += 1
+            if entry.slow and number >= slow_rounds:
+                continue
+            _synchronise(shape.device)
+            gc.disable()
+            began, began_cpu = time.perf_counter(), time.process_time()
+            step(2 + number)
+            _synchronise(shape.device)
+            ended, ended_cpu = time.perf_counter(), time.process_time()
+            gc.enable()
+            wall[entry.name] = min(wall[entry.name], ended - began)
+            cpu[entry.name] = min(cpu[entry.name], ended_cpu - began_cpu)
+    results = []
+    for entry, step, held in made:
+        tell(f"memory of {entry.name}", done, total)
+        done += 1
+        base = held()
+        peak = base + _peak_of_step(lambda step=step: step(2 + rounds), shape.device)  # type: ignore[misc]
+        results.append(Result(entry.name, wall[entry.name], cpu[entry.name], peak))
+    first, limit = results[0], results[1]
+    for r in results:
+        r.relative, r.relative_cpu = first.seconds / r.seconds, first.cpu_seconds / r.cpu_seconds
+        r.of_limit, r.of_limit_cpu = limit.seconds / r.seconds, limit.cpu_seconds / r.cpu_seconds
+    return results

@@ -1,0 +1,6 @@
+"""The accountant and what it is made of."""
+
+from inrun.engine.accountant import Accountant
+from inrun.engine.ids import with_ids
+
+__all__ = ["Accountant", "with_ids"]

@@ -1,0 +1,250 @@
+"""Observes the forward calls of modules and hands their backward to the rules.
+
+Each observed module's ``forward`` is replaced on the instance; outside a step the replacement calls the original and
+nothing else. Inside, it runs the module in its shared form or taps its output, with probes (see ``layers.tap``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.directions import Direction, Directions
+from inrun.engine.ownership import Ownership, Recorder
+from inrun.engine.quiet import Arguments
+from inrun.engine.sites import Scored, Site
+from inrun.errors import CoverageError, IdsError, RowOwnershipError
+from inrun.layers import ExpandTap, Kept, Layout, Tap, float_tensors
+
+
+@dataclass
+class Pending:
+    """A contraction that waits for the optimizer's step."""
+
+    scored: Scored
+    kept: Kept
+
+
+@dataclass
+class Microbatch:
+    """What one backward leaves behind for a step."""
+
+    ids: Tensor
+    directions: Directions
+    #: One probe ``[n, k]`` per lane (parameter group).
+    probes: list[Tensor]
+    audited: bool
+    pending: list[Pending] = field(default_factory=list)
+    covered: set[nn.Parameter] = field(default_factory=set)
+    #: On audited steps: Σ_n ⟨g_n, v⟩ per parameter, ``[k]``, of contractions inside the backward.
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows."""
+        return self.ids.numel()
+
+
+class Call:
+    """One forward call of one site, as its backward sees it (an ``Observer``)."""
+
+    def __init__(self, capture: Capture, site: Site, micro: Microbatch, layout: Layout) -> None:
+        """Take the probes of the parameters that this call scores."""
+        self.capture, self.site, self.micro, self.layout = capture, site, micro, layout
+        self.n = micro.n
+        scored = {k: s for k, s in site.scored.items() if not micro.directions.is_zero(s)}
+        self.names = tuple(scored)
+        self.probes = tuple(micro.probes[s.lane] for s in scored.values())
+
+    def _stream(self, name: str) -> Direction | None:
+        return self.micro.directions.stream(self.site.scored[name], self.site.rule.sparse)
+
+    def direction(self, name: str) -> Tensor | None:
+        """Return the directions of a parameter, or None if its contraction is deferred."""
+        found = self._stream(name)
+        return None if found is None else found.v
+
+    def book(self, name: str, contributions: Tensor) -> Tensor:
+        """Note the contraction and scale it for the probe."""
+        direction = self._stream(name)
+        assert direction is not None
+        s = self.site.scored[name]
+        self.micro.covered.add(s.parameter)
+        if self.micro.audited:
+            total = contributions.detach().double().sum(0)
+            self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
+        return (contributions * direction.scale).to(self.probes[0].dtype)
+
+    def settle(self, name: str, saved: tuple[Any, ...], b: Any) -> Tensor | None:
+        """Contract by the rule's project form, or keep for later."""
+        rule, module, s = self.site.rule, self.site.module, self.site.scored[name]
+        direction = self._stream(name)
+        with self.capture.paused():
+            if direction is None:
+                self.micro.covered.add(s.parameter)
+                self.micro.pending.append(Pending(s, rule.keep(module, name, saved, b, self.n)))
+                return None
+            return self.book(name, rule.contract(module, name, saved, b, self.n, direction.v))
+
+
+class OutputTap(torch.autograd.Function):
+    """The identity on all outputs of a module without a rule; contracts the gradients of those that have rows."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, saved: tuple[Any, ...], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Pass the first ``count`` tensors on; the rest are probes."""
+        ctx.call, ctx.saved, ctx.count = call, saved, count
+        ctx.shapes = [x.shape for x in tensors[:count]]
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Refuse gradient through outputs without rows; contract the rest."""
+        call, n = ctx.call, ctx.call.n
+        for b, shape in zip(grads, ctx.shapes, strict=True):
+            if b is not None and (len(shape) == 0 or shape[0] % n):
+                names = ", ".join(s.name for s in call.site.scored.values())
+                raise CoverageError(
+                    f"{names} cannot be scored: {_title(call.site)} has no rule, and gradient flows through its output "
+                    f"of shape {tuple(shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and "
+                    "take the loss outside, or move the parameter into a small module of its own."
+                )
+        scores = [
+            None if all(b is None for b in grads) else call.settle(name, ctx.saved, list(grads)) for name in call.names
+        ]
+        return (None, None, None, *grads, *scores)
+
+
+def _title(site: Site) -> str:
+    return f"{site.name or 'the model itself'} ({type(site.module).__name__})"
+
+
+class Capture:
+    """Patches the modules and routes their calls."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
+        """Attach to ``sites`` and to the model's own forward; ``form`` is auto, shared or project."""
+        self.model, self.sites, self.form = model, sites, form
+        self.micro: Microbatch | None = None
+        self.recorder: Recorder | None = None
+        self.root_call: Arguments | None = None
+        self._paused = False
+        self._patched: list[tuple[nn.Module, Any]] = []
+        for site in sites:
+            self._patch(site.module, functools.partial(self._run, site))
+        root_forward = model.forward
+        self.ownership = Ownership(model, root_forward, self, check_rows)
+        self._patch(model, functools.partial(self._run_root, root_forward))
+
+    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._patched.append((module, module.__dict__.get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Put every ``forward`` back."""
+        for module, before in reversed(self._patched):
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = before
+        self._patched = []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let modules run unobserved."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def observing(self) -> bool:
+        """Whether a call now would be scored."""
+        return self.micro is not None and not self._paused and torch.is_grad_enabled()
+
+    def _run_root(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.recorder is not None or not self.observing:
+            return forward(*args, **kwargs)
+        assert self.micro is not None
+        check_batch(args, kwargs, self.micro.n)
+        before, self.root_call = self.root_call, (args, kwargs)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.root_call = before
+
+    def _run(self, site: Site, *args: Any, **kwargs: Any) -> Any:
+        if self.recorder is not None and not self._paused:
+            return self.recorder.call(site, args, kwargs)
+        if not self.observing:
+            return site.original(*args, **kwargs)
+        assert self.micro is not None
+        return self._score(site, self.micro, args, kwargs)
+
+    def _score(self, site: Site, micro: Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if site.is_fallback:
+            self.ownership.verify_once(site, micro.n, self.root_call)
+            return self._score_fallback(site, micro, args, kwargs)
+        lead = site.lead(args, kwargs)
+        assert lead is not None
+        layout = self.ownership.layout(site, lead.shape, micro.n, self.root_call)
+        call = Call(self, site, micro, layout)
+        if not call.names:
+            return site.original(*args, **kwargs)
+        if layout == "free":
+            site.forms.add("project")
+            saved = site.rule.observe(site.module, args, kwargs)
+            return ExpandTap.apply(site.original(*args, **kwargs), lead.shape[0] == 1, call, saved, *call.probes)
+        if self.form != "project" and not kwargs and not torch.is_autocast_enabled(lead.device.type):
+            out = site.rule.shared_forward(site.module, args, call, forced=self.form == "shared")
+            if out is not None:
+                site.forms.add("shared")
+                return out
+        site.forms.add("project")
+        saved = site.rule.observe(site.module, args, kwargs)
+        return Tap.apply(site.original(*args, **kwargs), call, saved, *call.probes)
+
+    def _score_fallback(self, site: Site, micro: Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(self, site, micro, "rows")
+        if not call.names:
+            return site.original(*args, **kwargs)
+        saved = site.rule.observe(site.module, args, kwargs)
+        out = site.original(*args, **kwargs)
+        tensors = float_tensors(out)
+        if not tensors:
+            raise CoverageError(f"{_title(site)} has parameters but returns no floating-point tensor to score them by")
+        site.forms.add(getattr(site.rule, "form", "jvp"))
+        tapped = iter(OutputTap.apply(call, saved, len(tensors), *tensors, *call.probes))
+        return replace_float_tensors(out, tapped)
+
+
+def replace_float_tensors(tree: Any, new: Iterator[Tensor]) -> Any:
+    """Return the output with its floating-point tensors replaced, in order."""
+    from torch.utils import _pytree as pytree
+
+    leaves, structure = pytree.tree_flatten(tree)
+    swapped = [next(new) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+    return pytree.tree_unflatten(swapped, structure)
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
+    """Raise unless some tensor the model was called with has one row per id."""
+    from torch.utils import _pytree as pytree
+
+    sizes = [x.shape[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > 0]
+    if sizes and n not in sizes:
+        raise IdsError(
+            f"got {n} sample ids, but the model was called with tensors whose leading sizes are {sorted(set(sizes))}; "
+            "give one id per batch row (repeat an id for rows of the same sample)"
+        )
+
+
+__all__ = ["Capture", "Microbatch", "Pending", "RowOwnershipError"]

@@ -1,0 +1,50 @@
+"""Who scores what: one row per parameter and use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CoverageRow:
+    """How one parameter is scored in one module."""
+
+    parameter: str
+    module: str
+    #: The rule, or why there is none to be had.
+    rule: str
+    #: shared, project, jvp or vmap; empty before the first step.
+    form: str
+    #: streaming (contracted inside the backward) or deferred (when the optimizer steps).
+    timing: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All trainable parameters of the model and how each is scored; ``str()`` gives a table."""
+
+    rows: tuple[CoverageRow, ...]
+
+    def __iter__(self) -> Iterator[CoverageRow]:
+        """Iterate over the rows."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    @property
+    def scored_share(self) -> float:
+        """Return the share of trainable entries that are scored; the rest is in no optimizer and does not move."""
+        entries = {r.parameter: (r.numel, r.timing != "unmoved") for r in self.rows}
+        total = sum(count for count, _ in entries.values())
+        return sum(count for count, moved in entries.values() if moved) / total if total else 1.0
+
+    def __str__(self) -> str:
+        """Return the table."""
+        header = ("parameter", "module", "rule", "form", "timing", "entries")
+        cells = [header, *((r.parameter, r.module, r.rule, r.form, r.timing, f"{r.numel:,}") for r in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)

@@ -1,0 +1,85 @@
+"""The directions of one step: v = gain ∘ ∇ℓ per parameter, known before the backward or only at the optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.sites import Scored
+from inrun.optimizers import UpdateRule
+
+
+@dataclass
+class Direction:
+    """Directions ``[k, *shape]`` of one parameter, per unit of learning rate; ``scale`` is still to be applied."""
+
+    v: Tensor
+    scale: float
+
+
+class Directions:
+    """Makes and holds the directions of a step."""
+
+    def __init__(
+        self, scored: list[Scored], rules: list[UpdateRule], optimizers: list[torch.optim.Optimizer], keep_raw: bool
+    ) -> None:
+        """``keep_raw`` tells that the raw gradients serve more than one step and must not be overwritten."""
+        self.scored, self.rules, self.optimizers, self.keep_raw = scored, rules, optimizers, keep_raw
+        self.raw: dict[nn.Parameter, Tensor] = {}
+        self.streaming: dict[nn.Parameter, Direction] = {}
+        self.dead_entries: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Free the gradients of the last step before new ones are made."""
+        self.raw, self.streaming = {}, {}
+
+    def set_raw(self, raw: list[Tensor | None]) -> None:
+        """Take new validation gradients, one per scored parameter."""
+        self.raw = {s.parameter: g for s, g in zip(self.scored, raw, strict=True) if g is not None}
+
+    def prepare(self) -> None:
+        """Make the directions that are known before the backward."""
+        self.streaming = {}
+        for s in self.scored:
+            raw = self.raw.get(s.parameter)
+            if raw is None:
+                continue
+            rule = self.rules[s.optimizer]
+            state = self.optimizers[s.optimizer].state.get(s.parameter, {})
+            if rule.linear:
+                factor = rule.frozen(raw, s.parameter, s.group, state)
+                assert factor is not None
+                self.streaming[s.parameter] = Direction(raw, factor)
+            elif not s.only_sparse:
+                v = raw.clone() if self.keep_raw or s.some_sparse else raw
+                factor = rule.frozen(v, s.parameter.detach(), s.group, state)
+                if factor is not None:
+                    self.streaming[s.parameter] = Direction(v, factor)
+
+    def stream(self, s: Scored, sparse: bool) -> Direction | None:
+        """Return the direction for a use that contracts inside the backward, or None if it must wait.
+
+        Embedding look-ups wait unless the update is linear: rows without history have no usable gain before the step.
+        """
+        if sparse and not self.rules[s.optimizer].linear:
+            return None
+        return self.streaming.get(s.parameter)
+
+    def is_zero(self, s: Scored) -> bool:
+        """Whether no validation loss depends on this parameter, so that it scores 0."""
+        return s.parameter not in self.raw
+
+    @torch.no_grad()
+    def deferred(self, s: Scored, rows: Tensor | None) -> Tensor:
+        """Make the direction from the gradient the optimizer is about to use, for all rows or some: ``[k, ...]``."""
+        p = s.parameter
+        state = self.optimizers[s.optimizer].state.get(p, {})
+        raw, grad, weight = self.raw[p], p.grad, p.detach()
+        assert grad is not None
+        if rows is not None:
+            raw, grad, weight = raw[:, rows], grad[rows], weight[rows]
+            state = {k: x[rows] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
+        gain = self.rules[s.optimizer].secant(grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
+        return raw * gain

@@ -1,0 +1,88 @@
+"""Sample ids: checked where they come in, added to datasets that have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.errors import IdsError
+
+ID_FIELD = "sample_id"
+
+
+def check_ids(ids: Any) -> Tensor:
+    """Return ids as an int64 tensor ``[n]`` on the host, or raise IdsError."""
+    if isinstance(ids, Tensor):
+        tensor = ids.detach()
+    else:
+        if isinstance(ids, (str, bytes, int)) or not hasattr(ids, "__len__"):
+            raise IdsError(f"sample ids must be a sequence of integers, one per batch row; got {type(ids).__name__}")
+        try:
+            tensor = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise IdsError(
+                f"sample ids must be integers that fit 64 bits; got {type(ids).__name__} ({error}). "
+                "Map string ids to integers first (inrun.with_ids gives every item of a dataset one)."
+            ) from error
+        if tensor.numel() == 0:
+            raise IdsError("sample ids are empty; a batch needs at least one row")
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise IdsError(f"sample ids must be integers; got dtype {tensor.dtype}")
+    if tensor.dim() != 1:
+        raise IdsError(f"sample ids must be one per batch row, shape [n]; got shape {tuple(tensor.shape)}")
+    if tensor.numel() == 0:
+        raise IdsError("sample ids are empty; a batch needs at least one row")
+    return tensor.to("cpu", torch.int64, copy=True)
+
+
+class WithIds(torch.utils.data.Dataset[Any]):
+    """A map-style dataset whose items carry their position as ``sample_id``. Made by :func:`with_ids`."""
+
+    def __init__(self, dataset: Any, first: int = 0) -> None:
+        """Wrap ``dataset``; ids count from ``first``."""
+        self.dataset, self.first = dataset, first
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the item with its id."""
+        index = int(index)
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is out of range for a dataset of {len(self)} items")
+        return _attach(self.dataset[index], self.first + index)
+
+
+def _attach(item: Any, sample_id: int) -> Any:
+    if isinstance(item, Mapping):
+        if ID_FIELD in item:
+            raise IdsError(f"the dataset's items already have a field {ID_FIELD!r}; use it, or rename it")
+        return {**item, ID_FIELD: sample_id}
+    if isinstance(item, (tuple, list)):
+        return (*item, sample_id)
+    return (item, sample_id)
+
+
+def with_ids(dataset: Any, first: int = 0) -> WithIds:
+    """Give every item of a map-style dataset a stable integer id, its position in the dataset.
+
+    A mapping gets the field ``sample_id``, a tuple one more entry at the end, anything else becomes ``(item, id)``.
+    The id does not depend on shuffling, workers or epochs. ``first`` shifts the ids, to keep several datasets apart.
+
+    Example:
+        >>> import inrun
+        >>> inrun.with_ids([{"text": "a"}, {"text": "b"}])[1]
+        {'text': 'b', 'sample_id': 1}
+    """
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise IdsError(
+            f"with_ids needs a map-style dataset (with __getitem__ and __len__); got {type(dataset).__name__}. "
+            "For a stream, put the ids into the records where they are written."
+        )
+    return WithIds(dataset, first)

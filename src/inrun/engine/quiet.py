@@ -1,0 +1,105 @@
+"""Extra forward passes that leave no trace: random state, buffers, train/eval flags and ``.grad`` stay as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.errors import ValidationError
+
+
+@contextlib.contextmanager
+def forked_random(seed: int, devices: list[torch.device]) -> Iterator[None]:
+    """Seed torch's generators for the time of the block; put torch, numpy and Python back afterwards."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    cuda = [d for d in devices if d.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for device in cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def modes(model: nn.Module, training: bool | None, batch_norm_eval: bool = False) -> Iterator[None]:
+    """Set every module's ``training`` flag (None: leave it) for the time of the block."""
+    before = [(m, m.training) for m in model.modules()]
+    try:
+        for m, flag in before:
+            wanted = flag if training is None else training
+            if batch_norm_eval and isinstance(m, nn.modules.batchnorm._BatchNorm):
+                wanted = False
+            m.training = wanted
+        yield
+    finally:
+        for m, flag in before:
+            m.training = flag
+
+
+class BufferGuard:
+    """Puts back buffers that an extra forward pass writes to.
+
+    All buffers are copied around the first pass only; it shows which ones are written. A buffer that is first
+    written in a later pass is an error, since its old content is gone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch the buffers of ``model``."""
+        self.model = model
+        self.written: set[str] | None = None
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Restore what is written to in the block."""
+        buffers = dict(self.model.named_buffers())
+        copied = buffers if self.written is None else {k: v for k, v in buffers.items() if k in self.written}
+        copies = {name: b.detach().clone() for name, b in copied.items()}
+        versions = {name: b._version for name, b in buffers.items()}
+        try:
+            yield
+        finally:
+            after = dict(self.model.named_buffers())
+            changed = {n for n, b in buffers.items() if b._version != versions[n] or after.get(n) is not b}
+            for name in changed & set(copies):
+                _put_back(self.model, name, buffers[name], copies[name])
+            self.written = changed | (self.written or set())
+            lost = changed - set(copies)
+            if lost:
+                raise ValidationError(
+                    f"the extra forward pass wrote to buffers {sorted(lost)} that it had not written to before; "
+                    "make the model's forward free of side effects in eval mode"
+                )
+
+
+def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None:
+    owner, _, local = name.rpartition(".")
+    with torch.no_grad():
+        buffer.copy_(copy)
+    model.get_submodule(owner)._buffers[local] = buffer
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Return the devices that hold the model's parameters."""
+    return list({p.device for p in model.parameters()})
+
+
+def seed_of(step: int, salt: int) -> int:
+    """Return the seed of the extra passes of one step."""
+    return (step * 1_000_003 + salt) % (2**63 - 1)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]

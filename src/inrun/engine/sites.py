@@ -1,0 +1,123 @@
+"""Where scores come from: the modules that own trainable parameters, and who scores what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.errors import ConfigurationError, CoverageError
+from inrun.layers import FallbackRule, Rule, find_rule
+
+
+@dataclass(eq=False)
+class Scored:
+    """One trainable parameter that an optimizer moves."""
+
+    name: str
+    parameter: nn.Parameter
+    #: Index of the optimizer, and the parameter group (live: its ``lr`` is read when the optimizer steps).
+    optimizer: int
+    group: dict[str, Any]
+    #: Position of (optimizer, group) among all groups: contributions of one lane share one learning rate.
+    lane: int
+    uses: list[tuple[Site, str]] = field(default_factory=list)
+
+    @property
+    def only_sparse(self) -> bool:
+        """Whether every use is an embedding look-up."""
+        return all(site.rule.sparse for site, _ in self.uses)
+
+    @property
+    def some_sparse(self) -> bool:
+        """Whether some use is an embedding look-up."""
+        return any(site.rule.sparse for site, _ in self.uses)
+
+
+@dataclass(eq=False)
+class Site:
+    """One module whose forward is observed."""
+
+    name: str
+    module: nn.Module
+    rule: Rule
+    scored: dict[str, Scored]
+    original: Callable[..., Any]
+    forms: set[str] = field(default_factory=set)
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the module has no rule of its own."""
+        return isinstance(self.rule, FallbackRule)
+
+    def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the tensor whose rows tell the samples: the first tensor argument."""
+        return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
+
+def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[nn.Parameter, Scored]:
+    """List the trainable parameters of the model that some optimizer moves."""
+    names = {p: name for name, p in model.named_parameters()}
+    found: dict[nn.Parameter, Scored] = {}
+    lane = 0
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in found:
+                    raise ConfigurationError(f"parameter {found[p].name} is in two optimizers or groups")
+                if p in names and p.requires_grad:
+                    found[p] = Scored(names[p], p, index, group, lane)
+            lane += 1
+    if not found:
+        raise ConfigurationError(
+            "no trainable parameter of the model is in the optimizer; was the optimizer made from another model?"
+        )
+    return found
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that this module's own forward uses, by name relative to the module."""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        inner = module.parametrizations
+        own |= {f"parametrizations.{n}": p for n, p in inner.named_parameters(remove_duplicate=False)}  # type: ignore[union-attr]
+    if isinstance(module, nn.MultiheadAttention):
+        # Its forward multiplies by out_proj.weight without calling out_proj.
+        own |= {f"out_proj.{n}": p for n, p in module.out_proj.named_parameters(remove_duplicate=False)}
+    return own
+
+
+def _inside(name: str, owners: Iterable[str]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
+
+
+def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Site]:
+    """Find the modules to observe, one per module object; tell every parameter who scores it."""
+    sites: list[Site] = []
+    whole: list[str] = []  # modules whose listed children are answered for by the fallback
+    for name, module in model.named_modules():
+        if _inside(name, whole):
+            continue
+        own = {local: scored[p] for local, p in own_parameters(module).items() if p in scored}
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            whole.append(f"{name}.parametrizations" if name else "parametrizations")
+        if isinstance(module, nn.MultiheadAttention):
+            whole.append(f"{name}.out_proj" if name else "out_proj")
+        if not own:
+            continue
+        rule = find_rule(module)
+        if rule is not None and (reason := rule.refusal(module)):
+            raise CoverageError(f"{name} cannot be scored: {reason}. Freeze it, or change the option.")
+        if rule is None or not set(own) <= set(rule.names):
+            rule = FallbackRule(tuple(own))
+        site = Site(name, module, rule, own, module.forward)
+        for local, s in own.items():
+            s.uses.append((site, local))
+        sites.append(site)
+    unowned = [s.name for s in scored.values() if not s.uses]
+    if unowned:
+        raise CoverageError(f"no module owns the trainable parameters {', '.join(unowned)}")
+    return sites

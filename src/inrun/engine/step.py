@@ -1,0 +1,266 @@
+"""One optimizer step: its microbatches, and the moment the optimizer is about to step.
+
+    enter        validation gradients (unless reused), directions, audit or not
+    microbatch   forward and backward under observation; contractions land in the probes, some are kept
+    optimizer    factor (clip, scale), coverage, kept contractions, learning rate; conservation if audited
+    exit         contributions to the ledger, loss after if audited
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.audit import Balance, check_balances, inner
+from inrun.engine.capture import Microbatch
+from inrun.engine.ids import check_ids
+from inrun.engine.sites import Scored
+from inrun.engine.validation import Column
+from inrun.errors import CoverageError, StepError
+from inrun.layers.embedding import KeptRows
+
+if TYPE_CHECKING:
+    from inrun.engine.accountant import Accountant
+
+
+@dataclass(frozen=True)
+class Account:
+    """The books of one step and validation set; all in the unit of the loss, positive = the loss fell."""
+
+    loss_before: float
+    loss_after: float
+    #: Σ_n of the contributions.
+    data: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave."""
+
+    step: int
+    sample_ids: Tensor
+    #: Per validation set: ``[n]``, or ``[n, m]`` for a callable that returns m losses.
+    contributions: dict[str, Tensor]
+    #: Per validation set; None on steps that were not audited.
+    accounts: dict[str, Account | None]
+    losses: dict[str, float]
+    #: Why the step was not scored, or None.
+    skipped: str | None
+    #: The factor between backward and optimizer (clipping, loss scaling) of each optimizer.
+    clip: tuple[float, ...]
+    audited: bool
+    #: Bytes kept from the backward until the optimizer's step.
+    kept_bytes: int
+
+
+class Step:
+    """A context manager around one optimizer step. Made by :meth:`inrun.Accountant.step`."""
+
+    def __init__(self, accountant: Accountant, ids: Any) -> None:
+        """``ids`` opens one microbatch for the whole step; None leaves that to :meth:`microbatch`."""
+        self.accountant = accountant
+        self.given_ids = None if ids is None else check_ids(ids)
+        self.microbatches: list[Microbatch] = []
+        self.columns: list[Column] = []
+        self.losses: Tensor | None = None
+        self.skipped: str | None = None
+        self.audited = False
+        self.settled: dict[int, float] = {}
+        self.contributions: list[Tensor] = []
+        self.balances: dict[nn.Parameter, Balance] = {}
+        self.kept_bytes = 0
+
+    def __enter__(self) -> Step:
+        """Take the validation gradients and begin to observe."""
+        a = self.accountant
+        if a.open_step is not None:
+            raise StepError("a step is already open; steps cannot be nested, leave the first one before the next")
+        a.check_open()
+        a.open_step = self
+        try:
+            self.audited = a.audits.due(a.steps_done)
+            a.audits.begin()
+            a.watch.reset()
+            self.columns, self.losses = a.prepare_directions()
+            if not bool(torch.isfinite(self.losses).all()):
+                self.skipped = f"validation loss is not finite: {self.losses.tolist()}"
+            if self.given_ids is not None:
+                self._open(self.given_ids)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        """Write the step's contributions, unless an exception is on its way."""
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._close()
+
+    @contextlib.contextmanager
+    def microbatch(self, ids: Any) -> Iterator[None]:
+        """Observe one forward and backward of an accumulation window."""
+        if self.given_ids is not None:
+            raise StepError("step(ids) already covers the whole step; use step() without ids to open microbatches")
+        if self.accountant.open_step is not self:
+            raise StepError("this step is not open; write `with accountant.step() as step:` around its microbatches")
+        if self.accountant.capture.micro is not None:
+            raise StepError("a microbatch is already open; microbatches cannot be nested")
+        self._open(check_ids(ids))
+        try:
+            yield
+        finally:
+            self.accountant.capture.micro = None
+        self._check_coverage()
+
+    def _open(self, ids: Tensor) -> None:
+        if self.settled:
+            raise StepError("the optimizer has stepped already; open a new step for the next backward")
+        a = self.accountant
+        k = len(self.columns)
+        probes = [
+            torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True)
+            for _ in range(a.lane_count)
+        ]
+        micro = Microbatch(ids, a.directions, probes, self.audited)
+        self.microbatches.append(micro)
+        self.contributions.append(torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device))
+        a.capture.micro = micro
+
+    def _close(self) -> None:
+        self.accountant.capture.micro = None
+        self.accountant.open_step = None
+        self.microbatches = []
+
+    def _check_coverage(self) -> None:
+        """Raise if a parameter received gradient that no rule contracted."""
+        a = self.accountant
+        covered = set().union(*(m.covered for m in self.microbatches))
+        missed = [
+            s.name
+            for s in a.scored
+            if s.parameter in a.watch.seen and s.parameter not in covered and not a.directions.is_zero(s)
+        ]
+        if missed:
+            raise CoverageError(
+                f"{', '.join(missed)} received gradient, but no observed module used it in this step; its scores would be "
+                "missing. Usual causes: the weight is multiplied without calling its module, the backward belongs to a "
+                "forward outside the step, or the model was changed after the Accountant was made."
+            )
+
+    @torch.no_grad()
+    def settle(self, optimizer: int) -> None:
+        """Finish the contributions of one optimizer's parameters, right before it steps."""
+        a = self.accountant
+        if optimizer in self.settled:
+            raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
+        mine = [s for s in a.scored if s.optimizer == optimizer]
+        if not any(s.parameter in a.watch.seen for s in mine):
+            raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
+        self._check_coverage()
+        factor = a.watch.factor(mine) / a.loss_scale(optimizer)
+        self.settled[optimizer] = factor
+        a.capture.micro = None
+        for micro, total in zip(self.microbatches, self.contributions, strict=True):
+            for lane, group in a.lanes_of(optimizer):
+                grad = micro.probes[lane].grad
+                if grad is not None:
+                    total.add_(grad, alpha=float(group["lr"]) * factor)
+        self._settle_pending(optimizer, factor)
+        if self.audited:
+            began = time.perf_counter()
+            self._balance_streaming(mine, factor)
+            a.audits.spent(time.perf_counter() - began)
+
+    def _settle_pending(self, optimizer: int, factor: float) -> None:
+        """Contract what was kept, one parameter after the other so that each direction is made once."""
+        a = self.accountant
+        waiting: dict[Scored, list[tuple[int, Any]]] = {}
+        for index, micro in enumerate(self.microbatches):
+            for pending in micro.pending:
+                if pending.scored.optimizer == optimizer:
+                    waiting.setdefault(pending.scored, []).append((index, pending.kept))
+                    self.kept_bytes += pending.kept.nbytes()
+            micro.pending = [p for p in micro.pending if p.scored.optimizer != optimizer]
+        for s, kepts in waiting.items():
+            rows = _joint_rows([kept for _, kept in kepts])
+            v = a.directions.deferred(s, rows)
+            contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+            for index, kept in kepts:
+                c = kept.contract(v) if rows is None else kept.contract_rows(rows, v)
+                self.contributions[index].add_(c.to(a.probe_dtype), alpha=float(s.group["lr"]) * factor)
+                contributed += c.double().sum(0)
+            if self.audited:
+                self._balance_pending(s, [kept for _, kept in kepts], rows, v, contributed, factor)
+
+    def _balance_pending(
+        self, s: Scored, kepts: list[Any], rows: Tensor | None, v: Tensor, contributed: Tensor, factor: float
+    ) -> None:
+        began = time.perf_counter()
+        a = self.accountant
+        streaming = a.directions.streaming.get(s.parameter)
+        if streaming is not None:
+            # Other uses of this weight streamed: contract the kept ones with that direction too, then all must add up.
+            total = torch.stack([kept.contract(streaming.v).double().sum(0) for kept in kepts]).sum(0)
+            micro = self.microbatches[0]
+            micro.sums[s.parameter] = micro.sums.get(s.parameter, 0) + total
+        else:
+            gradient = s.parameter.grad
+            assert gradient is not None
+            expected, scale = inner(gradient if rows is None else gradient[rows], v)
+            self.balances[s.parameter] = Balance(s, contributed * factor, expected, scale)
+        a.audits.spent(time.perf_counter() - began)
+
+    def _balance_streaming(self, mine: list[Scored], factor: float) -> None:
+        for s in mine:
+            direction = self.accountant.directions.streaming.get(s.parameter)
+            sums = [m.sums[s.parameter] for m in self.microbatches if s.parameter in m.sums]
+            if direction is None or not sums or s.parameter.grad is None:
+                continue
+            expected, scale = inner(s.parameter.grad, direction.v)
+            self.balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
+        rows = sum(m.n for m in self.microbatches)
+        norms = [self.accountant.watch.seen[s.parameter].norm for s in mine if s.parameter in self.accountant.watch.seen]
+        if self.skipped is None and bool(torch.isfinite(torch.stack(norms)).all()):
+            check_balances(list(self.balances.values()), rows, self.accountant.steps_done)
+
+    def _finish(self) -> None:
+        a = self.accountant
+        self._check_coverage()
+        if not self.microbatches:
+            raise StepError("the step had no microbatch: give ids to step(), or open step.microbatch(ids)")
+        stepped = set(self.settled)
+        expected = {s.optimizer for s in a.scored if s.parameter in a.watch.seen}
+        if not a.watch.seen:
+            raise StepError("the step had no backward: call loss.backward() and optimizer.step() inside it")
+        contributions = torch.cat(self.contributions)
+        if expected - stepped:
+            norms = torch.stack([note.norm.double() for note in a.watch.seen.values()])
+            if bool(torch.isfinite(norms).all()):
+                raise StepError(
+                    "the step ended without optimizer.step(); call it inside the `with` block, so that the "
+                    "contributions get this update's learning rate and clip factor"
+                )
+            self.skipped = "gradient is not finite and the optimizer did not step"
+        elif self.skipped is None and not bool(torch.isfinite(contributions).all()):
+            self.skipped = "gradient or contributions are not finite"
+        a.record(self, contributions)
+
+
+def _joint_rows(kepts: list[Any]) -> Tensor | None:
+    """Return the rows of a table that any kept look-up touches, or None for all."""
+    if not all(isinstance(kept, KeptRows) for kept in kepts):
+        return None
+    rows = [kept.rows() for kept in kepts]
+    if any(r is None for r in rows):
+        return None
+    return rows[0] if len(rows) == 1 else torch.unique(torch.cat([r for r in rows if r is not None]))

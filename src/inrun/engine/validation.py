@@ -1,0 +1,151 @@
+"""Validation losses and their gradients, taken beside the training step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, seed_of
+from inrun.errors import ConfigurationError, ValidationError
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One direction: a validation set, or one point of a set whose callable returns a vector."""
+
+    name: str
+    point: int | None
+
+    @property
+    def label(self) -> str:
+        """Return the name in the ledger, ``name`` or ``name[j]``."""
+        return self.name if self.point is None else f"{self.name}[{self.point}]"
+
+
+@dataclass
+class Gradients:
+    """Validation losses and gradients at one point in weight space."""
+
+    columns: list[Column]
+    losses: Tensor  # [k]
+    #: Per parameter ``[k, *shape]``; None where no validation loss depends on it.
+    raw: list[Tensor | None]
+
+
+def _wants_step(fn: Loss) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(required) >= 2
+
+
+class Validation:
+    """The named validation callables of a run."""
+
+    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss], mode: str) -> None:
+        """Check and hold the callables; ``mode`` is "eval" or "train"."""
+        named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
+        if not named:
+            raise ConfigurationError("validation= is empty; give at least one callable that returns a loss")
+        for name, fn in named.items():
+            if not callable(fn):
+                raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
+        if mode not in ("eval", "train"):
+            raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
+        self.model, self.mode = model, mode
+        self.callables = {name: (fn, _wants_step(fn)) for name, fn in named.items()}
+        self.guard = BufferGuard(model)
+        self._stacks: dict[int, Tensor] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the validation sets."""
+        return list(self.callables)
+
+    def _loss(self, name: str, step: int) -> Tensor:
+        fn, wants_step = self.callables[name]
+        loss = fn(self.model, step) if wants_step else fn(self.model)
+        if not isinstance(loss, Tensor):
+            raise ValidationError(
+                f"validation {name!r} returned {type(loss).__name__}; it must return a tensor: "
+                "a scalar loss, or a vector with one loss per validation point"
+            )
+        if loss.dim() > 1 or loss.numel() == 0 or not loss.is_floating_point():
+            raise ValidationError(
+                f"validation {name!r} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}; "
+                "it must be a floating-point scalar, or a vector with one loss per validation point"
+            )
+        return loss
+
+    def _quiet(self, name: str, step: int) -> Any:
+        salt = 1 + self.names.index(name)
+        return (
+            forked_random(seed_of(step, salt), devices_of(self.model)),
+            modes(self.model, None if self.mode == "train" else False),
+            self.guard.hold(),
+        )
+
+    def losses(self, step: int) -> Tensor:
+        """Return the losses alone, ``[k]``."""
+        parts = []
+        for name in self.names:
+            random_state, flags, buffers = self._quiet(name, step)
+            with random_state, flags, buffers, torch.no_grad():
+                parts.append(self._loss(name, step).detach().reshape(-1).double())
+        return torch.cat(parts)
+
+    def gradients(self, parameters: list[nn.Parameter], step: int) -> Gradients:
+        """Return losses and gradients; ``.grad`` is not touched."""
+        columns: list[Column] = []
+        losses: list[Tensor] = []
+        found: list[list[Tensor | None]] = []
+        for name in self.names:
+            random_state, flags, buffers = self._quiet(name, step)
+            with random_state, flags, buffers, torch.enable_grad():
+                loss = self._loss(name, step)
+                if not loss.requires_grad:
+                    raise ValidationError(
+                        f"validation {name!r} returned a loss without gradient; "
+                        "do not call it under no_grad, and do not detach the model's output"
+                    )
+                points = loss.reshape(-1)
+                for j, point in enumerate(points):
+                    last = j + 1 == len(points)
+                    found.append(
+                        list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
+                    )
+                    columns.append(Column(name, None if loss.dim() == 0 else j))
+                losses.append(points.detach().double())
+        raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
+        return Gradients(columns, torch.cat(losses), raw)
+
+    def _stack(self, index: int, grads: list[Tensor | None]) -> Tensor | None:
+        """Join the gradients of one parameter, ``[k, *shape]``, in float32 at least; k > 1 reuses its buffer."""
+        present = [g for g in grads if g is not None]
+        if not present:
+            return None
+        one = present[0]
+        dtype = torch.promote_types(one.dtype, torch.float32)
+        if len(grads) == 1:
+            return one.to(dtype).contiguous().unsqueeze(0)
+        shape = (len(grads), *one.shape)
+        stack = self._stacks.get(index)
+        if stack is None or stack.shape != shape or stack.dtype != dtype:
+            stack = self._stacks[index] = torch.empty(shape, dtype=dtype, device=one.device)
+        for row, g in zip(stack, grads, strict=True):
+            if g is None:
+                row.zero_()
+            else:
+                row.copy_(g)
+        return stack

@@ -1,0 +1,124 @@
+"""Modules without a rule: raw parameters, unknown classes, parametrised layers.
+
+With f(θ) the module's output on this call and b the gradient there, ⟨g_n, v⟩ = Σ b_n ∘ (∂f/∂θ · v)_n. Two forms:
+
+``jvp``   one forward-mode product of the whole call; needs no knowledge of the arguments
+``vmap``  per-sample gradients by ``torch.func``, for operations without a forward-mode derivative
+
+Both run the module's forward again, under the random state of the original call.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, dot_each
+
+log = logging.getLogger("inrun")
+
+
+class FallbackRule(Rule):
+    """Contract any module by running it again. One instance per module, since the form is found by trying."""
+
+    label = "fallback"
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """``names`` are the parameters this module answers for, relative to it."""
+        self.own_names = names
+        self.form = "jvp"
+
+    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
+        """Keep the arguments and the random state from which the call started."""
+        detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
+        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        random_state = (torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
+        return (Recorded(detached, random_state),)
+
+    def contract(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, v: Tensor) -> Tensor:
+        """Contract by the form that works for this module."""
+        if self.form == "jvp":
+            try:
+                return contract_jvp(module, name, saved[0], b, n, v)
+            except (NotImplementedError, RuntimeError) as error:
+                log.info("inrun: no forward-mode derivative in %s (%s); using vmap", type(module).__name__, error)
+                self.form = "vmap"
+        return dot_each(self.sample_gradient(module, name, saved, b, n), v)
+
+    def sample_gradient(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> Tensor:
+        """Form per-sample gradients by vmap over samples."""
+        return sample_gradients_vmap(module, name, saved[0], b, n)
+
+    def keep(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> Kept:
+        """Keep the arguments and output gradients."""
+        return KeptFactors(self, module, name, saved, b, n)
+
+
+class Recorded:
+    """The arguments of one call, ``(args, kwargs)``, and the random state before it."""
+
+    def __init__(self, arguments: Any, random_state: Any) -> None:
+        """Hold both."""
+        self.arguments, self.random_state = arguments, random_state
+
+    def replay(self, module: nn.Module, parameters: dict[str, Tensor], arguments: Any) -> list[Tensor]:
+        """Run the module with other parameters; return its floating-point output tensors in order."""
+        args, kwargs = arguments
+        cpu, cuda = self.random_state
+        with torch.random.fork_rng(devices=list(cuda)):
+            torch.set_rng_state(cpu)
+            for device, state in cuda.items():
+                torch.cuda.set_rng_state(state, device)
+            out = torch.func.functional_call(module, parameters, args, kwargs)
+        return float_tensors(out)
+
+
+def float_tensors(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output, in order."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def contract_jvp(module: nn.Module, name: str, recorded: Recorded, b: list[Tensor | None], n: int, v: Tensor) -> Tensor:
+    """Return Σ b_n ∘ (J v)_n by one forward-mode product per direction, ``[n, k]``."""
+    parameter = module.get_parameter(name).detach()
+
+    def run(value: Tensor) -> tuple[Tensor, ...]:
+        return tuple(recorded.replay(module, {name: value}, recorded.arguments))
+
+    scores = []
+    for direction in v:
+        _, tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))
+        parts = [
+            (tangent.reshape(n, -1) * grad.reshape(n, -1)).sum(1)
+            for tangent, grad in zip(tangents, b, strict=True)
+            if grad is not None
+        ]
+        scores.append(torch.stack(parts).sum(0))
+    return torch.stack(scores, dim=1)
+
+
+def sample_gradients_vmap(module: nn.Module, name: str, recorded: Recorded, b: list[Tensor | None], n: int) -> Tensor:
+    """Form per-sample gradients ``[n, *shape]``: each argument with a leading dimension n is split, the others shared."""
+    parameter = module.get_parameter(name).detach()
+    leaves, structure = pytree.tree_flatten(recorded.arguments)
+    split = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
+
+    def one_sample(rows: list[Tensor], grads: list[Tensor]) -> Tensor:
+        given = iter(rows)
+        whole = [next(given).unsqueeze(0) if is_split else x for x, is_split in zip(leaves, split, strict=True)]
+
+        def run(value: Tensor) -> tuple[Tensor, ...]:
+            outs = recorded.replay(module, {name: value}, pytree.tree_unflatten(whole, structure))
+            return tuple(out for out, grad in zip(outs, b, strict=True) if grad is not None)
+
+        outs, pull = torch.func.vjp(run, parameter)
+        (g,) = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
+        return g
+
+    rows = [x for x, is_split in zip(leaves, split, strict=True) if is_split]
+    grads = [grad.reshape(n, -1) for grad in b if grad is not None]
+    return torch.func.vmap(one_sample, randomness="error")(rows, grads)

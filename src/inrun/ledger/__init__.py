@@ -1,0 +1,6 @@
+"""The books: what every step gave every sample. Imports no torch."""
+
+from inrun.ledger.memory import MemoryLedger
+from inrun.ledger.record import SIGN, UNIT, LedgerWriter, StepRecord
+
+__all__ = ["SIGN", "UNIT", "LedgerWriter", "MemoryLedger", "StepRecord"]

@@ -1,0 +1,90 @@
+"""Adam and AdamW (with amsgrad, maximize and either kind of weight decay).
+
+At step t, with z = ±G (+ λw for Adam's L2 decay):
+
+    m_t = β₁m + (1−β₁)z     s_t = β₂s + (1−β₂)z²     w ← w − lr · (m_t / (1−β₁ᵗ)) / (√(s_t / (1−β₂ᵗ)) + ε)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from inrun.optimizers.registry import Group, State, UpdateRule, register
+
+
+@register(torch.optim.Adam)
+class AdamRule(UpdateRule):
+    """Adam's update; elementwise but not linear in the gradient."""
+
+    #: AdamW shrinks the weights beside the update; Adam adds λw to the gradient, unless its group says otherwise.
+    decoupled = False
+
+    def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
+        """Divide by √(s_{t−1} / (1−β₂ᵗ⁻¹)) + ε; entries that never had a gradient get the gain 0.
+
+        The gain is (1−β₁)/(1−β₁ᵗ) / (√(s_{t−1} / (1−β₂ᵗ⁻¹)) + ε). Where s = 0 that would be 1/ε, which no real step
+        does: the real step divides by the new gradient's own size.
+        """
+        if "exp_avg_sq" not in state or float(state["step"]) < 1:
+            return None
+        t = float(state["step"]) + 1.0
+        beta1, beta2 = (float(b) for b in group["betas"])
+        second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+        root = math.sqrt(1.0 - beta2 ** (t - 1.0))
+        denominator = torch.sqrt(second)
+        torch.nn.functional.threshold_(denominator, 0.0, math.inf)
+        denominator.add_(float(group["eps"]) * root)
+        raw.div_(denominator)
+        sign = -1.0 if group["maximize"] else 1.0
+        return sign * root * (1.0 - beta1) / (1.0 - beta1**t)
+
+    def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
+        """Return the divided difference of the update between no gradient and the real one, in closed form.
+
+        With z₀ = λw, z₁ = z₀ ± G, q(z) the bias-corrected second moment and D = √q + ε:
+
+            (u(z₁) − u(z₀)) / (z₁ − z₀) ∝ (1−β₁)/D₁ − (β₁m + (1−β₁)z₀) · q′ / ((√q₀ + √q₁) D₀ D₁)
+
+        with q′ = (q₁ − q₀)/(z₁ − z₀). No difference of nearly equal numbers is taken, however small G is.
+        """
+        beta1, beta2 = (float(b) for b in group["betas"])
+        t = float(state["step"]) + 1.0 if "step" in state else 1.0
+        correction1, correction2 = 1.0 - beta1**t, 1.0 - beta2**t
+        sign = -1.0 if group["maximize"] else 1.0
+        eps = float(group["eps"])
+        zero = torch.zeros_like(gradient)
+        first, second = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
+        coupled = float(group["weight_decay"]) != 0.0 and not group.get("decoupled_weight_decay", self.decoupled)
+        z0 = parameter * float(group["weight_decay"]) if coupled else zero
+        z1 = z0 + sign * gradient
+        q0, q1 = beta2 * second + (1 - beta2) * z0 * z0, beta2 * second + (1 - beta2) * z1 * z1
+        slope = (1 - beta2) * (z0 + z1)
+        if group["amsgrad"]:
+            largest = state.get("max_exp_avg_sq", zero)
+            slope = _slope_above(largest, q0, q1, slope, z1 - z0)
+            q0, q1 = torch.maximum(q0, largest), torch.maximum(q1, largest)
+        r0, r1 = torch.sqrt(q0 / correction2), torch.sqrt(q1 / correction2)
+        d0, d1 = r0 + eps, r1 + eps
+        entering = (1 - beta1) / d1
+        both = r0 + r1
+        drag = (beta1 * first + (1 - beta1) * z0) * slope / correction2 / (both * d0 * d1)
+        gain = sign * (entering - drag) / correction1
+        # Both moments 0 and no gradient: nothing moves, whatever the samples' gradients that cancelled.
+        return torch.where(both > 0, gain, zero)
+
+
+@register(torch.optim.AdamW)
+class AdamWRule(AdamRule):
+    """Adam with decoupled weight decay, which is part of the zero-gradient move."""
+
+    decoupled = True
+
+
+def _slope_above(floor: Tensor, q0: Tensor, q1: Tensor, slope: Tensor, step: Tensor) -> Tensor:
+    """Return the divided difference of max(floor, q) over a step of z, given that of q."""
+    crossing = (torch.maximum(q1, floor) - torch.maximum(q0, floor)) / torch.where(step == 0, 1.0, step)
+    both_above = (q0 >= floor) & (q1 >= floor)
+    return torch.where(both_above, slope, torch.where(step == 0, torch.zeros_like(slope), crossing))

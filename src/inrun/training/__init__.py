@@ -1,0 +1,1 @@
+"""The reference model and what trains it."""
