@@ -63,9 +63,9 @@ class Shape:
         return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
 
     def rows(self, count: int, seed: int) -> Tensor:
-        """Draw token rows ``[count, context]``."""
+        """Draw token rows ``[count, context + 1]``: the model sees all but the last, the targets are all but the first."""
         generator = torch.Generator().manual_seed(self.seed * 7919 + seed)
-        return torch.randint(0, self.vocab, (count, self.context), generator=generator).to(self.device)
+        return torch.randint(0, self.vocab, (count, self.context + 1), generator=generator).to(self.device)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -107,6 +107,6 @@ def _from_transformers(shape: Shape) -> nn.Module:
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the mean next-token loss of token rows, for our GPT and for models of transformers."""
-    out = model(rows)
+    out = model(rows[:, :-1])
     logits = out if isinstance(out, Tensor) else out.logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -187,7 +188,9 @@ class Accountant:
         losses = step.losses.cpu()
         after = None
         if step.audited and step.skipped is None:
+            began = time.perf_counter()
             after = self.validation.losses(self.steps_done).cpu()
+            self.audits.spent(time.perf_counter() - began)
         ids = torch.cat([m.ids for m in step.microbatches])
         host = contributions.detach().to("cpu", torch.float32)
         totals = contributions.double().sum(0).cpu()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, register
+from inrun.layers.rows import row_dots
 
 
 class KeptRows(KeptFactors):
@@ -26,14 +27,13 @@ class KeptRows(KeptFactors):
 
 def gather_contract(tokens: Tensor, padding: Tensor | None, b: Tensor, n: int, v: Tensor) -> Tensor:
     """Return Σ_t b_nt · v[token_nt], ``[n, k]``; positions marked in ``padding`` count nothing."""
-    b = b.reshape(n, -1, v.shape[-1]).to(v.dtype)
+    b = b.reshape(n, -1).to(v.dtype)
     scores = []
     for direction in v:
-        picked = direction[tokens.reshape(n, -1)]
-        picked.mul_(b)
+        picked = direction.index_select(0, tokens.reshape(-1))
         if padding is not None:
-            picked.masked_fill_(padding.reshape(n, -1, 1), 0.0)
-        scores.append(picked.view(n, -1).sum(1))
+            picked.masked_fill_(padding.reshape(-1, 1), 0.0)
+        scores.append(row_dots(picked.view(n, -1), b))
     return torch.stack(scores, dim=1)
 
 

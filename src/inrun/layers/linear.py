@@ -6,6 +6,7 @@ The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, register, register_finder
-from inrun.layers.rows import by_sample
+from inrun.layers.rows import by_sample, row_dots, sum_positions
 from inrun.layers.tap import Observer
 
 #: Samples whose gradients are summed in place before a new partial sum is begun, see :func:`shared_outer`.
@@ -50,9 +51,8 @@ def contract_outer(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     n = x.shape[0]
     x, y = x.to(v.dtype), y.to(v.dtype)
     flat = y.reshape(-1, y.shape[-1])
-    projected = [(flat @ direction.t()).view(n, -1) for direction in v]
     x = x.reshape(n, -1)
-    return torch.stack([p.mul_(x).sum(1) for p in projected], dim=1)
+    return torch.stack([row_dots(x, (flat @ direction.t()).view(n, -1)) for direction in v], dim=1)
 
 
 def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,26 +74,38 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     total = x.new_empty(x.shape[2], y.shape[2])
     if n == 0:
         return total.zero_(), x.new_zeros(0, k)
-    spare = torch.empty_like(total) if n > CHAIN else total
-    directions = [d.reshape(-1) for d in v.unbind(0)]
+    spare = scratch_like(total) if n > CHAIN else total
+    directions = v.reshape(k, -1).unbind(0)
     lefts, rights = x.transpose(1, 2).unbind(0), y.unbind(0)
     dots: list[Tensor] = []
-    for first in range(0, n, CHAIN):
-        partial = total if first == 0 else spare
+    for sample, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        partial = total if sample < CHAIN else spare
+        if sample % CHAIN == 0:
+            torch.mm(left, right, out=partial)
+        else:
+            torch.addmm(partial, left, right, out=partial)
         flat = partial.view(-1)
-        for sample in range(first, min(first + CHAIN, n)):
-            if sample == first:
-                torch.mm(lefts[sample], rights[sample], out=partial)
-            else:
-                torch.addmm(partial, lefts[sample], rights[sample], out=partial)
-            dots.extend(torch.dot(flat, d) for d in directions)
-        if first:
-            total.add_(partial)
+        for direction in directions:
+            dots.append(torch.dot(flat, direction))
+        if partial is spare and (sample % CHAIN == CHAIN - 1 or sample == n - 1):
+            total.add_(spare)
     sums = torch.stack(dots).view(n, k)
     contributions = sums.clone()
     contributions[1:] -= sums[:-1]
     contributions[::CHAIN] = sums[::CHAIN]
     return total, contributions
+
+
+_scratch = threading.local()
+
+
+def scratch_like(x: Tensor) -> Tensor:
+    """Return a reused buffer of the shape of ``x``: fresh pages at every call would cost more than the sums do."""
+    buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
+    key = (x.dtype, x.device)
+    if key not in buffers or buffers[key].numel() < x.numel():
+        buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return buffers[key][: x.numel()].view(x.shape)
 
 
 def keep_outer(rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
@@ -121,7 +133,7 @@ class LinearRule(Rule):
     def sample_gradient(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
         """Form Σ_t b_nt a_ntᵀ, or Σ_t b_nt for the bias."""
         if name == "bias":
-            return by_sample(b, n, 1).sum(1)
+            return sum_positions(by_sample(b, n, 1))
         x, y = self._factors(saved, b, n)
         return torch.bmm(x.transpose(1, 2), y.to(x.dtype))
 
@@ -181,7 +193,7 @@ class SharedLinear(torch.autograd.Function):
             grad_weight, contributions = shared_outer(x, y, v)
             scores["weight"] = observer.book("weight", contributions)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            per_sample = by_sample(b, observer.n, 1).sum(1)
+            per_sample = sum_positions(by_sample(b, observer.n, 1))
             grad_bias = per_sample.sum(0)
             if "bias" in observer.names:
                 v = observer.direction("bias")
