@@ -22,11 +22,10 @@ class Entry:
     slow: bool = False
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer, accountant: Accountant | None = None) -> int:
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of weights and optimizer state; all else, directions too, is made anew in every step."""
     tensors: list[Tensor] = [*model.parameters()]
     tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-    if accountant is not None:
-        tensors += [*accountant.directions.raw.values(), *(d.v for d in accountant.directions.streaming.values())]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return sum(storages.values())
 
@@ -71,7 +70,7 @@ def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Calla
                 loss_of(model, rows).backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer, accountant)
+        return step, lambda: _held(model, optimizer)
 
     return make
 

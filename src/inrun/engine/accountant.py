@@ -170,8 +170,9 @@ class Accountant:
                     log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
                 self._warned_outside = True
                 return
-            closure = kwargs.get("closure", args[0] if args else None)
-            if callable(closure):
+            # torch hands over the arguments of the unbound step: the optimizer itself comes first.
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is not None:
                 raise StepError("optimizer.step(closure) runs the model several times per step and cannot be scored")
             if torch._C._current_graph_task_id() != -1:
                 raise StepError("the optimizer steps inside the backward; optimizer-in-backward cannot be scored")
@@ -254,7 +255,7 @@ class Accountant:
                         s.name,
                         site.name,
                         site.rule.label,
-                        "+".join(sorted(site.forms)),
+                        site.form,
                         "deferred" if waits else "streaming",
                         s.parameter.numel(),
                     )
@@ -274,7 +275,7 @@ class Accountant:
             "update": self.update,
             "refresh": {"every": self.refresh, "since": self._fresh_since},
             "audit": self.audits.state_dict(),
-            "forms": {site.name: sorted(site.forms) for site in self.capture.sites},
+            "forms": {site.name: site.form for site in self.capture.sites},
             "ledger": mark() if callable(mark) else None,
         }
 

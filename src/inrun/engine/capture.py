@@ -20,7 +20,7 @@ from inrun.engine.ownership import Ownership, Recorder
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, IdsError, RowOwnershipError
-from inrun.layers import ExpandTap, Kept, Layout, Tap, float_tensors
+from inrun.layers import ExpandTap, Kept, Layout, Tap, float_tensors, unused_parameters
 
 
 @dataclass
@@ -136,6 +136,7 @@ class Capture:
         self.recorder: Recorder | None = None
         self.root_call: Arguments | None = None
         self._paused = False
+        self._examined: set[Site] = set()
         self._patched: list[tuple[nn.Module, Any]] = []
         for site in sites:
             self._patch(site.module, functools.partial(self._run, site))
@@ -212,7 +213,20 @@ class Capture:
         saved = site.rule.observe(site.module, args, kwargs)
         return Tap.apply(site.original(*args, **kwargs), call, saved, *call.probes)
 
+    def _drop_unused(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Leave parameters that a module only registers, for a child to use, to that child (BERT's head bias)."""
+        if site in self._examined:
+            return
+        self._examined.add(site)
+        shared = [name for name, s in site.scored.items() if len(s.uses) > 1]
+        if shared:
+            with self.paused():
+                for name in unused_parameters(site.module, shared, args, kwargs):
+                    s = site.scored.pop(name)
+                    s.uses = [(other, local) for other, local in s.uses if other is not site]
+
     def _score_fallback(self, site: Site, micro: Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._drop_unused(site, args, kwargs)
         call = Call(self, site, micro, "rows")
         if not call.names:
             return site.original(*args, **kwargs)
@@ -221,7 +235,6 @@ class Capture:
         tensors = float_tensors(out)
         if not tensors:
             raise CoverageError(f"{_title(site)} has parameters but returns no floating-point tensor to score them by")
-        site.forms.add(getattr(site.rule, "form", "jvp"))
         tapped = iter(OutputTap.apply(call, saved, len(tensors), *tensors, *call.probes))
         return replace_float_tensors(out, tapped)
 

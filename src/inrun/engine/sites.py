@@ -53,6 +53,11 @@ class Site:
         """Whether the module has no rule of its own."""
         return isinstance(self.rule, FallbackRule)
 
+    @property
+    def form(self) -> str:
+        """Return the form or forms in which the module was scored so far."""
+        return self.rule.form if isinstance(self.rule, FallbackRule) else "+".join(sorted(self.forms))
+
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples: the first tensor argument."""
         return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)

@@ -1,7 +1,7 @@
 """Contract one layer with a direction: the registry and the rules it holds."""
 
 from inrun.layers import embedding, linear, norm  # noqa: F401 - importing registers the rules
-from inrun.layers.fallback import FallbackRule, float_tensors
+from inrun.layers.fallback import FallbackRule, float_tensors, unused_parameters
 from inrun.layers.registry import Kept, Rule, find_rule, register, register_finder, registered
 from inrun.layers.rows import Layout, by_sample
 from inrun.layers.tap import ExpandTap, Observer, Tap
@@ -20,4 +20,5 @@ __all__ = [
     "register",
     "register_finder",
     "registered",
+    "unused_parameters",
 ]

@@ -11,6 +11,7 @@ Both run the module's forward again, under the random state of the original call
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class FallbackRule(Rule):
     """Contract any module by running it again. One instance per module, since the form is found by trying."""
 
     label = "fallback"
+    exact = False
 
     def __init__(self, names: tuple[str, ...]) -> None:
         """``names`` are the parameters this module answers for, relative to it."""
@@ -73,7 +75,8 @@ class Recorded:
             torch.set_rng_state(cpu)
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)
-            out = torch.func.functional_call(module, parameters, args, kwargs)
+            # A tied parameter is scored where it is used: do not replace it in children that share it.
+            out = torch.func.functional_call(module, parameters, args, kwargs, tie_weights=False)
         return float_tensors(out)
 
 
@@ -121,4 +124,20 @@ def sample_gradients_vmap(module: nn.Module, name: str, recorded: Recorded, b: l
 
     rows = [x for x, is_split in zip(leaves, split, strict=True) if is_split]
     grads = [grad.reshape(n, -1) for grad in b if grad is not None]
-    return torch.func.vmap(one_sample, randomness="error")(rows, grads)
+    with warnings.catch_warnings():
+        # The user was told that this module is slow; which kernel lacks a batching rule does not help them.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        return torch.func.vmap(one_sample, randomness="error")(rows, grads)
+
+
+def unused_parameters(module: nn.Module, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return which of ``names`` the module's forward does not use itself: NaN in them does not reach its output."""
+    recorded = FallbackRule(()).observe(module, args, kwargs)[0]
+    found = []
+    with torch.no_grad():
+        for name in names:
+            spoiled = {name: torch.full_like(module.get_parameter(name), float("nan"))}
+            outs = recorded.replay(module, spoiled, recorded.arguments)
+            if not any(bool(torch.isnan(out).any()) for out in outs):
+                found.append(name)
+    return found

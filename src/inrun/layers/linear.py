@@ -87,7 +87,7 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         flat = partial.view(-1)
         for direction in directions:
             dots.append(torch.dot(flat, direction))
-        if partial is spare and (sample % CHAIN == CHAIN - 1 or sample == n - 1):
+        if sample >= CHAIN and (sample % CHAIN == CHAIN - 1 or sample == n - 1):
             total.add_(spare)
     sums = torch.stack(dots).view(n, k)
     contributions = sums.clone()

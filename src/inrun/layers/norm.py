@@ -166,6 +166,8 @@ class AffineNormRule(RMSNormRule):
     T5's keeps the input's dtype, Gemma's multiplies by 1 + weight.
     """
 
+    exact = False
+
     def __init__(self, has_rest: bool) -> None:
         """``has_rest`` tells that f(0) is not zero (Gemma)."""
         self.has_rest = has_rest

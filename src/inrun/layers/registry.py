@@ -48,6 +48,8 @@ class Rule:
     names: ClassVar[tuple[str, ...]] = ()
     #: True where most entries of a parameter get no gradient in most steps (embedding tables).
     sparse: ClassVar[bool] = False
+    #: False where the module may compute in float32 whatever its dtype, so that sums agree only to that precision.
+    exact: ClassVar[bool] = True
 
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this module's gradient is not the rule's, or return None."""

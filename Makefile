@@ -1,0 +1,37 @@
+# Both commands make their own .venv and install all they need: Python 3.11, make and pip are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS := --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: demo test test-slow lint bench clean
+
+$(VENV)/core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_FLAGS) torch==2.13.0
+	$(BIN)/pip install $(PIP_FLAGS) -e .
+	touch $@
+
+$(VENV)/dev: $(VENV)/core
+	$(BIN)/pip install $(PIP_FLAGS) -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/core
+	$(BIN)/inrun demo
+
+test: $(VENV)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/core
+	$(BIN)/inrun bench
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,207 @@
+"""Small modules with inputs: a rule is covered by one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    build: Callable[[], nn.Module]
+    #: Input of n samples, t positions.
+    draw: Callable[[int, int, torch.Generator], Tensor]
+    #: Label of the rule that must serve the module named "layer".
+    rule: str
+    forms: tuple[str, ...] = ("shared", "project")
+    #: Accuracy asked for in float64; the model itself computes in float32 where it is not 1e-9.
+    accuracy: float = 1e-9
+
+
+D = 6
+
+
+def floats(n: int, t: int, g: torch.Generator) -> Tensor:
+    return torch.randn(n, t, D, generator=g, dtype=torch.float64)
+
+
+def flat_floats(n: int, t: int, g: torch.Generator) -> Tensor:
+    return torch.randn(n, D, generator=g, dtype=torch.float64)
+
+
+def tokens(n: int, t: int, g: torch.Generator) -> Tensor:
+    return torch.randint(0, 11, (n, t), generator=g)
+
+
+class Wrap(nn.Module):
+    """A layer between things that give it a non-trivial input and output gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Reused(nn.Module):
+    """A weight used three times in one forward, once through a tied second module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, D)
+        self.twin = nn.Linear(D, D, bias=False)
+        self.twin.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twin(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Tied(nn.Module):
+    """Token table tied to the head, learned positions with batch size 1."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Embedding(11, D, padding_idx=padding_idx)
+        self.positions = nn.Embedding(16, D)
+        self.mix = nn.Linear(D, D)
+        self.head = nn.Linear(D, 11, bias=False)
+        self.head.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.positions(torch.arange(x.shape[1]).unsqueeze(0))
+        return self.head(torch.tanh(self.mix(self.layer(x) + positions)))
+
+
+class UnbatchedPositions(Tied):
+    """Position indices of shape [t], as in nanoGPT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.layer(x) + self.positions(torch.arange(x.shape[1])))))
+
+
+class Flattened(nn.Module):
+    """Samples laid end to end before the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(D, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(-1, D)).view(x.shape[0], -1, 5)
+
+
+class RawScale(nn.Module):
+    """A raw parameter beside a child that has a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(D))
+        self.shift = nn.Parameter(torch.randn(1, 1, D))
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.sin(x * self.scale)) + self.shift
+
+
+class NoForwardMode(torch.autograd.Function):
+    """An operation with a backward but no forward-mode derivative; vmap goes through it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, b):
+        x, w = ctx.saved_tensors
+        return b * w, (b * x).sum(tuple(range(x.dim() - 1)))
+
+
+class OnlyVmap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoForwardMode.apply(x, self.weight)
+
+
+def conv1d() -> nn.Module:
+    layer = Conv1D(5, D)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def scrambled(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        nn.init.normal_(p, mean=0.5)
+    return module
+
+
+def frozen_bias() -> nn.Module:
+    layer = nn.Linear(D, 5)
+    layer.bias.requires_grad_(False)
+    return layer
+
+
+def frozen_weight() -> nn.Module:
+    layer = nn.Linear(D, 5)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+CASES = [
+    Case("linear", lambda: nn.Linear(D, 5), floats, "linear"),
+    Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), floats, "linear"),
+    Case("linear, one position", lambda: nn.Linear(D, 5), flat_floats, "linear"),
+    Case("linear, frozen bias", frozen_bias, floats, "linear"),
+    Case("linear, frozen weight", frozen_weight, floats, "linear", ("project",)),
+    Case("linear, flattened rows", lambda: Flattened(), floats, "linear"),
+    Case("Conv1D of transformers", conv1d, floats, "linear (Conv1D)"),
+    Case("layer norm", lambda: scrambled(nn.LayerNorm(D)), floats, "layer norm"),
+    Case("layer norm without bias", lambda: scrambled(nn.LayerNorm(D, bias=False)), floats, "layer norm"),
+    Case("layer norm over two dimensions", lambda: scrambled(nn.LayerNorm((4, D))), lambda n, t, g: torch.randn(n, 4, D, generator=g, dtype=torch.float64), "layer norm", ("project",)),
+    Case("RMS norm of torch", lambda: scrambled(nn.RMSNorm(D)), floats, "RMS norm"),
+    Case("RMS norm of Llama", lambda: scrambled(LlamaRMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
+    Case("RMS norm of OLMo", lambda: scrambled(Olmo2RMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
+    Case("RMS norm of T5", lambda: scrambled(T5LayerNorm(D)), floats, "RMS norm", accuracy=1e-6),
+    Case("RMS norm of Gemma", lambda: scrambled(GemmaRMSNorm(D)), floats, "RMS norm", ("project",), accuracy=1e-6),
+    Case("embedding", lambda: nn.Embedding(11, D), tokens, "embedding", ("project",)),
+    Case("embedding with padding_idx", lambda: nn.Embedding(11, D, padding_idx=3), tokens, "embedding", ("project",)),
+    Case("weight used three times", lambda: Reused(), floats, "linear"),
+    Case("tied head, positions of batch 1", lambda: Tied(), tokens, "embedding", ("project",)),
+    Case("tied head with padding_idx", lambda: Tied(padding_idx=3), tokens, "embedding", ("project",)),
+    Case("positions without batch", lambda: UnbatchedPositions(), tokens, "embedding", ("project",)),
+    Case("raw parameters beside a child", lambda: RawScale(), floats, "fallback", ("jvp",)),
+    Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
+    Case("parametrised linear", lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), floats, "fallback", ("vmap",)),
+    Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
+]
+
+
+def model_of(case: Case, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Wrap(case.build()).double()
+
+
+def weighted_loss(out: Tensor, mask: Tensor) -> Tensor:
+    """A token-weighted mean: Σ of a nonlinear function of the unmasked positions over their number in the batch."""
+    out = out.reshape(out.shape[0], mask.shape[1], -1) if out.dim() > 2 or mask.shape[1] == 1 else out
+    value = F.softplus(out * out.detach().cos()).sum(-1)
+    return (value * mask).sum()

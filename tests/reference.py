@@ -1,0 +1,75 @@
+"""The slow truth: one sample at a time, plain autograd, the real optimizer. Shares no code with inrun."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Gradients of a loss, zeros where it does not depend on a parameter."""
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, grads, strict=True)]
+
+
+def sample_gradients(
+    share: Callable[[int], Tensor], n: int, parameters: list[nn.Parameter]
+) -> list[list[Tensor]]:
+    """g_n for each sample; ``share(j)`` runs sample j alone and returns its part of the batch loss."""
+    return [gradients(share(j), parameters) for j in range(n)]
+
+
+def real_move(optimizer: torch.optim.Optimizer, p: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Run the real optimizer on one parameter, from its present state, with a given gradient; return w' − w."""
+    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+    options = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
+    twin = nn.Parameter(p.detach().clone())
+    other = type(optimizer)([twin], **options)
+    if p in optimizer.state:
+        other.state[twin] = copy.deepcopy(dict(optimizer.state[p]))
+    twin.grad = gradient.clone()
+    other.step()
+    return twin.detach() - p.detach()
+
+
+def secant_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
+    """(u(0) − u(G)) / G elementwise, by two real steps; 0 where G is 0. Contains the learning rate."""
+    moved = real_move(optimizer, p, used) - real_move(optimizer, p, torch.zeros_like(used))
+    return torch.where(used == 0, torch.zeros_like(used), -moved / torch.where(used == 0, 1.0, used))
+
+
+def frozen_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
+    """The optimizer's linearisation with its state before the step, written from the formulas."""
+    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+    if isinstance(optimizer, torch.optim.SGD):
+        return secant_gain(optimizer, p, torch.ones_like(used))  # linear: any gradient tells
+    state = optimizer.state[p]
+    if "exp_avg_sq" not in state:
+        return secant_gain(optimizer, p, used)
+    t = float(state["step"]) + 1
+    b1, b2 = group["betas"]
+    v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    gain = group["lr"] * (1 - b1) / (1 - b1**t) / (torch.sqrt(v / (1 - b2 ** (t - 1))) + group["eps"])
+    gain = torch.where(v == 0, torch.zeros_like(gain), gain)
+    return -gain if group["maximize"] else gain
+
+
+def sgd_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
+    """The paper's proxy."""
+    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+    return torch.full_like(used, group["lr"])
+
+
+def contributions(g_n: list[list[Tensor]], gains: list[Tensor], g_val: list[Tensor], factor: float = 1.0) -> Tensor:
+    """c_n = factor · Σ_p ⟨g_n, gain ∘ ∇ℓ⟩, ``[n]``."""
+    rows = [sum((g * k * v).sum() for g, k, v in zip(g_p, gains, g_val, strict=True)) for g_p in g_n]
+    return factor * torch.stack([torch.as_tensor(r) for r in rows])
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected number."""
+    scale = expected.abs().max().clamp_min(1e-300)
+    return float((got.double().cpu() - expected.double().cpu()).abs().max() / scale)

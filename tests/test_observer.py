@@ -1,0 +1,126 @@
+"""Scoring must not change training."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import batch, tiny, validation
+from torch import nn
+
+import inrun
+from inrun.training.gpt import next_token_loss
+
+
+def train(score: bool, **options) -> tuple[dict, torch.Tensor]:
+    model = tiny(dropout=0.2, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    accountant = inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(5, 1)}, **options) if score else None
+    torch.manual_seed(7)
+    for step in range(30):
+        rows = batch(5, step)
+
+        def update(rows=rows):
+            next_token_loss(model, rows).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if accountant is None:
+            update()
+        else:
+            with accountant.step(range(5)):
+                update()
+    return model.state_dict(), torch.get_rng_state()
+
+
+def test_bitwise_mode_gives_the_same_bits_with_dropout() -> None:
+    plain, random_plain = train(False)
+    scored, random_scored = train(True, bitwise=True, audit_every=1)
+    assert all(torch.equal(plain[k], scored[k]) for k in plain)
+    assert torch.equal(random_plain, random_scored)
+
+
+@pytest.mark.parametrize("form", ["auto", "shared", "project"])
+def test_default_mode_gives_the_same_weights_to_rounding(form: str) -> None:
+    plain, random_plain = train(False)
+    scored, random_scored = train(True, form=form)
+    for k in plain:
+        torch.testing.assert_close(plain[k], scored[k], rtol=1e-4, atol=2e-5)
+    assert torch.equal(random_plain, random_scored)
+
+
+class Noisy(nn.Module):
+    """Writes to buffers and draws random numbers in every forward, in either mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        return self.norm(self.layer(x))
+
+
+def test_validation_pass_leaves_no_trace() -> None:
+    model = Noisy().double()
+    model.norm.eval()  # a user who keeps one module in eval mode
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    modes_inside = []
+
+    def loss(m):
+        modes_inside.append([k.training for k in m.modules()])
+        return m(x[:1]).square().sum()
+
+    accountant = inrun.Accountant(model, optimizer, loss)
+    model(x).square().sum().backward()
+    marks = [p.grad.clone() for p in model.parameters()]
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    buffers = {k: v.clone() for k, v in model.named_buffers()}
+    flags = [m.training for m in model.modules()]
+    for _ in range(2):
+        accountant.prepare_directions()
+    assert not any(any(row) for row in modes_inside)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == random.getstate()
+    assert (before[2] == np.random.get_state()[1]).all()
+    assert all(torch.equal(v, buffers[k]) for k, v in model.named_buffers())
+    assert flags == [m.training for m in model.modules()]
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), marks, strict=True))
+
+
+def test_validation_mode_train_keeps_dropout() -> None:
+    model = tiny(dropout=0.5)
+    seen = []
+
+    def loss(m):
+        seen.append(m.training)
+        return next_token_loss(m, batch(1, 0))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inrun.Accountant(model, optimizer, loss, validation_mode="train").prepare_directions()
+    assert seen == [True]
+
+
+def test_close_restores_every_forward() -> None:
+    model = tiny()
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, validation())
+    assert "forward" in model.tokens.__dict__
+    accountant.close()
+    accountant.close()
+    after = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    assert {k: set(v) for k, v in before.items()} == {k: set(v) for k, v in after.items()}
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not optimizer._optimizer_step_pre_hooks
+    with pytest.raises(inrun.errors.StepError, match="closed"), accountant.step([0]):
+        pass

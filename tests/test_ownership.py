@@ -1,0 +1,230 @@
+"""Whose row is it: what does not separate by sample is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
+from torch import nn
+
+import inrun
+from inrun.errors import IdsError, RowOwnershipError
+
+D = 4
+
+
+class SequenceFirst(nn.Module):
+    """Hands its inner layer [t, n, d]; with t = n every shape looks batch-first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Shuffled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        order = torch.arange(x.shape[0] - 1, -1, -1)
+        return self.inner(x[order])[order]
+
+
+class MixedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.inner(x + x.mean(0, keepdim=True))
+
+
+class Windows(nn.Module):
+    """[n·t] rows laid out position-major, as window partitioning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        n, t, d = x.shape
+        return self.inner(x.transpose(0, 1).reshape(n * t, d)).view(t, n, d).transpose(0, 1)
+
+
+class UnsqueezedPositions(nn.Module):
+    """Positions that the model indexes, so that they cannot be expanded to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, D)
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.inner(x + self.table(torch.arange(x.shape[1]))[None])
+
+
+def attempt(module: nn.Module, n: int = 3, t: int = 3, **options):
+    model = module.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(n, t, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1, **options)
+    with accountant.step(range(n)):
+        model(x).square().sum().backward()
+        optimizer.step()
+    return accountant, x
+
+
+@pytest.mark.parametrize("module", [SequenceFirst, Shuffled, MixedRows, Windows])
+def test_rows_that_do_not_separate_are_refused_by_name(module) -> None:
+    with pytest.raises(RowOwnershipError, match="inner"):
+        attempt(module())
+
+
+def test_control_sums_alone_do_not_see_it() -> None:
+    """Without the row check the same module passes coverage and conservation, and the scores are wrong."""
+    torch.manual_seed(0)
+    model = SequenceFirst().double()
+    twin = SequenceFirst().double()
+    twin.load_state_dict(model.state_dict())
+    accountant, x = attempt(model, check_rows=False)
+    assert accountant.last.audited
+    params = list(twin.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), 3, params)
+    g_val = gradients(twin(x[:1]).square().sum(), params)
+    truth = contributions(g_n, [sgd_gain(optimizer, p, p) for p in params], g_val)
+    got = accountant.last.contributions["validation"]
+    assert abs(got.sum() - truth.sum()) < 1e-9 * truth.abs().max()
+    assert relative_error(got, truth) > 0.1
+
+
+def test_batch_first_false_is_named() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(D, 2, batch_first=False)
+
+        def forward(self, x):
+            x = x.transpose(0, 1)
+            return self.attention(x, x, x, need_weights=False)[0].transpose(0, 1)
+
+    with pytest.raises(RowOwnershipError, match="attention.*batch_first=True"):
+        attempt(Attends())
+
+
+def test_multihead_attention_batch_first_is_scored() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    torch.manual_seed(0)
+    model = Attends().double()
+    twin = Attends().double()
+    twin.load_state_dict(model.state_dict())
+    accountant, x = attempt(model)
+    params = list(twin.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), 3, params)
+    g_val = gradients(twin(x[:1]).square().sum(), params)
+    truth = contributions(g_n, [sgd_gain(optimizer, p, p) for p in params], g_val)
+    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+def test_positions_that_cannot_be_expanded_are_refused_by_name() -> None:
+    with pytest.raises(RowOwnershipError, match="table"):
+        attempt(UnsqueezedPositions())
+
+
+def test_positions_with_as_many_positions_as_samples() -> None:
+    """[t] position indices with t = n look like one row per sample and are not."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, D)
+            self.inner = nn.Linear(D, D)
+
+        def forward(self, x):
+            return self.inner(x + self.table(torch.arange(x.shape[1])))
+
+    torch.manual_seed(0)
+    model = Positions().double()
+    twin = Positions().double()
+    twin.load_state_dict(model.state_dict())
+    accountant, x = attempt(model)
+    params = list(twin.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), 3, params)
+    g_val = gradients(twin(x[:1]).square().sum(), params)
+    truth = contributions(g_n, [sgd_gain(optimizer, p, p) for p in params], g_val)
+    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+def test_a_new_pattern_of_shapes_is_verified_again() -> None:
+    """t ≠ n separates, t = n later does not: the second step is refused."""
+
+    class Sometimes(SequenceFirst):
+        def forward(self, x):
+            return super().forward(x) if x.shape[0] == x.shape[1] else self.inner(x)
+
+    model = Sometimes().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.randn(3, 5, D, dtype=torch.float64)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(rows[:1]).square().sum())
+    for t in (5, 4):
+        with accountant.step(range(3)):
+            model(rows[:, :t]).square().sum().backward()
+            optimizer.step()
+    with pytest.raises(RowOwnershipError, match="inner"), accountant.step(range(3)):
+        model(rows[:, :3]).square().sum().backward()
+
+
+def test_equal_samples_postpone_the_check() -> None:
+    model = SequenceFirst().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    same = torch.ones(3, 3, D, dtype=torch.float64)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(same[:1]).square().sum())
+    with accountant.step(range(3)):
+        model(same).square().sum().backward()
+        optimizer.step()
+    with pytest.raises(RowOwnershipError, match="inner"), accountant.step(range(3)):
+        model(torch.randn_like(same)).square().sum().backward()
+
+
+def test_calls_outside_the_model_are_refused() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
+
+    model = Parts().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, D, dtype=torch.float64)
+    run = lambda m, z: m.second(torch.tanh(m.first(z))).square().sum()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]))
+    with pytest.raises(RowOwnershipError, match="first was called outside"), accountant.step(range(3)):
+        run(model, x).backward()
+    accountant.close()
+    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]), check_rows=False)
+    with accountant.step(range(3)):
+        run(model, x).backward()
+        optimizer.step()
+    assert accountant.last.contributions["validation"].shape == (3,)
+
+
+def test_wrong_number_of_ids() -> None:
+    model = nn.Linear(D, D).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(6, D, dtype=torch.float64)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum())
+    for wrong in (3, 5, 12):
+        with pytest.raises(IdsError, match=f"got {wrong} sample ids.*6"), accountant.step(range(wrong)):
+            model(x).square().sum().backward()
