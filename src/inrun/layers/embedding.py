@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, register
-from inrun.layers.rows import row_dots
+from inrun.layers.rows import row_dots, scratch_like
 
 
 class KeptRows(KeptFactors):
@@ -28,9 +28,13 @@ class KeptRows(KeptFactors):
 def gather_contract(tokens: Tensor, padding: Tensor | None, b: Tensor, n: int, v: Tensor) -> Tensor:
     """Return Σ_t b_nt · v[token_nt], ``[n, k]``; positions marked in ``padding`` count nothing."""
     b = b.reshape(n, -1).to(v.dtype)
+    if tokens.dim() > 1 and tokens.stride(0) == 0 and padding is None:
+        # The same tokens for every sample (position indices): pick their rows once.
+        return b @ v[:, tokens[0].reshape(-1)].flatten(1).t()
+    flat = tokens.reshape(-1)
     scores = []
     for direction in v:
-        picked = direction.index_select(0, tokens.reshape(-1))
+        picked = torch.index_select(direction, 0, flat, out=scratch_like(b).view(len(flat), -1))
         if padding is not None:
             picked.masked_fill_(padding.reshape(-1, 1), 0.0)
         scores.append(row_dots(picked.view(n, -1), b))

@@ -6,7 +6,6 @@ The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, register, register_finder
-from inrun.layers.rows import by_sample, row_dots, sum_positions
+from inrun.layers.rows import by_sample, row_dots, scratch_like, sum_positions
 from inrun.layers.tap import Observer
 
 #: Samples whose gradients are summed in place before a new partial sum is begun, see :func:`shared_outer`.
-CHAIN = 4
+CHAIN = 8
 
 #: Floating-point operations a device does while it moves one byte, for the choice of the form.
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
@@ -27,7 +26,7 @@ FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
 def shared_is_cheaper(t: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Choose the form of one layer: per entry of the weight and sample, shared moves bytes, project multiplies.
 
-    Shared reads the per-sample gradient and v once and writes about a quarter of it; project does 2t operations.
+    Shared reads the per-sample gradient and v once and adds some of it up; project does 2t operations.
     Deterministic in shape, dtype and device, so that a resumed run rounds the same way.
     """
     shared_bytes = 3.0 * dtype.itemsize
@@ -59,7 +58,7 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
     The products of ``CHAIN`` samples are accumulated by the GEMM itself, S_n = S_{n-1} + g_n, and
-    ⟨g_n, v⟩ = ⟨S_n, v⟩ − ⟨S_{n-1}, v⟩: this spares three quarters of the passes that add g_n into G. The rounding
+    ⟨g_n, v⟩ = ⟨S_n, v⟩ − ⟨S_{n-1}, v⟩: this spares most of the passes that add g_n into G. The rounding
     is that of a sum over CHAIN samples, far below that of G itself.
 
     Args:
@@ -94,18 +93,6 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     contributions[1:] -= sums[:-1]
     contributions[::CHAIN] = sums[::CHAIN]
     return total, contributions
-
-
-_scratch = threading.local()
-
-
-def scratch_like(x: Tensor) -> Tensor:
-    """Return a reused buffer of the shape of ``x``: fresh pages at every call would cost more than the sums do."""
-    buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
-    key = (x.dtype, x.device)
-    if key not in buffers or buffers[key].numel() < x.numel():
-        buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return buffers[key][: x.numel()].view(x.shape)
 
 
 def keep_outer(rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:

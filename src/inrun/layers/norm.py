@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Rule, Saved, dot_each, register, register_finder
-from inrun.layers.rows import by_sample
+from inrun.layers.rows import by_sample, scratch_like
 from inrun.layers.tap import Observer
 
 
@@ -99,7 +99,7 @@ class SharedLayerNorm(torch.autograd.Function):
             )[0]
         rows = b.view(n, -1, d)
         rate, shift = rstd.reshape(n, 1, -1), mean.reshape(n, 1, -1)
-        scaled = torch.bmm(rate, rows * x.reshape(n, -1, d))
+        scaled = torch.bmm(rate, torch.mul(rows, x.reshape(n, -1, d), out=scratch_like(rows)))
         shifted = torch.bmm(torch.cat([rate * shift, torch.ones_like(rate)], dim=1), rows)
         formed = {"weight": scaled[:, 0] - shifted[:, 0], "bias": shifted[:, 1]}
         scores = settle_formed(observer, formed, (x,), b)

@@ -10,7 +10,8 @@ dimensions of a module's tensors map to samples is its *layout*:
 
 from __future__ import annotations
 
-from typing import Literal
+import threading
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,3 +38,15 @@ def row_dots(x: Tensor, y: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.shape[0] <= 256:
         return torch.stack([torch.dot(p, q) for p, q in zip(x.unbind(0), y.unbind(0), strict=True)])
     return (x * y).sum(1)
+
+
+_scratch = threading.local()
+
+
+def scratch_like(x: Tensor) -> Tensor:
+    """Return a reused buffer of the shape of ``x``: fresh pages at every call would cost more than the sums do."""
+    buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
+    key = (x.dtype, x.device)
+    if key not in buffers or buffers[key].numel() < x.numel():
+        buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    return buffers[key][: x.numel()].view(x.shape)
