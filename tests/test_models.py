@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import contributions, frozen_gain, gradients, relative_error, sample_gradients, secant_gain, sgd_gain
+from reference import contributions, frozen_gain, gradients, relative_error, row_corrected_gain, sample_gradients, secant_gain, sgd_gain
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -23,7 +23,7 @@ from transformers import (
 import inrun
 from inrun.training.gpt import GPT, GPTConfig
 
-VOCAB = 37
+VOCAB = 83
 IGNORE = -100
 
 
@@ -137,6 +137,8 @@ def expected_contributions(model, optimizer, update, windows, validation, denomi
             gains.append(sgd_gain(optimizer, p, used))
         elif name in sparse and not isinstance(optimizer, torch.optim.SGD):
             gains.append(secant_gain(optimizer, p, used))
+        elif p.dim() == 2 and name not in sparse and "c_" not in name and p.shape[0] > 4 * p.shape[1] and optimizer.state[p]:
+            gains.append(row_corrected_gain(optimizer, p, used))
         else:
             gains.append(frozen_gain(optimizer, p, used))
     result = {}

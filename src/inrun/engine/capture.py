@@ -20,7 +20,7 @@ from inrun.engine.ownership import Ownership, Recorder
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, IdsError, RowOwnershipError
-from inrun.layers import ExpandTap, Kept, Layout, Tap, float_tensors, unused_parameters
+from inrun.layers import ExpandTap, Kept, KeptRowSums, Layout, Tap, float_tensors, unused_parameters
 
 
 @dataclass
@@ -81,6 +81,22 @@ class Call:
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
         return (contributions * direction.scale).to(self.probes[0].dtype)
 
+    def rowwise(self, name: str) -> bool:
+        """Whether this parameter's gain is corrected row by row when the optimizer steps."""
+        s = self.site.scored[name]
+        linear = self.micro.directions.rules[s.optimizer].linear
+        return not linear and self.site.rule.rows_are_classes(self.site.module, name)
+
+    def keep_rows(self, name: str, sums: Tensor) -> None:
+        """Keep a row-by-row contraction."""
+        s, direction = self.site.scored[name], self._stream(name)
+        assert direction is not None
+        self.micro.covered.add(s.parameter)
+        if self.micro.audited:
+            total = sums.double().sum((0, 2))
+            self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
+        self.micro.pending.append(Pending(s, KeptRowSums(sums.mul_(direction.scale))))
+
     def settle(self, name: str, saved: tuple[Any, ...], b: Any) -> Tensor | None:
         """Contract by the rule's project form, or keep for later."""
         rule, module, s = self.site.rule, self.site.module, self.site.scored[name]
@@ -89,6 +105,9 @@ class Call:
             if direction is None:
                 self.micro.covered.add(s.parameter)
                 self.micro.pending.append(Pending(s, rule.keep(module, name, saved, b, self.n)))
+                return None
+            if self.rowwise(name):
+                self.keep_rows(name, rule.contract_rows(module, name, saved, b, self.n, direction.v))
                 return None
             return self.book(name, rule.contract(module, name, saved, b, self.n, direction.v))
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from inrun.engine.sites import Scored
 from inrun.optimizers import UpdateRule
 
+#: Columns from which the factor of a row is taken.
+COLUMNS = 32
+
 
 @dataclass
 class Direction:
@@ -29,7 +32,6 @@ class Directions:
         self.scored, self.rules, self.optimizers, self.keep_raw = scored, rules, optimizers, keep_raw
         self.raw: dict[nn.Parameter, Tensor] = {}
         self.streaming: dict[nn.Parameter, Direction] = {}
-        self.dead_entries: list[Tensor] = []
 
     def forget(self) -> None:
         """Free the gradients of the last step before new ones are made."""
@@ -83,3 +85,25 @@ class Directions:
             state = {k: x[rows] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
         gain = self.rules[s.optimizer].secant(grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
         return raw * gain
+
+    @torch.no_grad()
+    def row_factors(self, s: Scored) -> Tensor:
+        """Return, per row of an output vocabulary, by how much the real step's gain differs from the streamed one, ``[p]``.
+
+        A word that is rare has a tiny second moment until it occurs, and then a gradient a thousand times larger: the
+        gain before the step is far too large for that row, and for no other. The factor is the ratio of the row's mean
+        secant gain to its mean frozen gain, over evenly spaced columns.
+        """
+        p = s.parameter
+        rule, state = self.rules[s.optimizer], self.optimizers[s.optimizer].state.get(p, {})
+        columns = slice(None, None, max(1, p.shape[1] // COLUMNS))
+        some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
+        assert p.grad is not None
+        weight, grad = p.detach()[:, columns], p.grad[:, columns]
+        frozen = torch.ones_like(weight).unsqueeze(0)
+        scale = rule.frozen(frozen, weight, s.group, some)
+        assert scale is not None
+        secant = rule.secant(grad, weight, s.group, some)
+        before = frozen[0].sum(1) * scale
+        after = secant.sum(1) if isinstance(secant, Tensor) else secant * weight.shape[1]
+        return torch.where(before == 0, torch.zeros_like(before), after / torch.where(before == 0, 1.0, before))

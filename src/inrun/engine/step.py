@@ -24,6 +24,7 @@ from inrun.engine.ids import check_ids
 from inrun.engine.sites import Scored
 from inrun.engine.validation import Column
 from inrun.errors import CoverageError, StepError
+from inrun.layers import KeptRowSums
 from inrun.layers.embedding import KeptRows
 
 if TYPE_CHECKING:
@@ -185,11 +186,20 @@ class Step:
         """Contract what was kept, one parameter after the other so that each direction is made once."""
         a = self.accountant
         waiting: dict[Scored, list[tuple[int, Any]]] = {}
+        row_factors: dict[Scored, Tensor] = {}
         for index, micro in enumerate(self.microbatches):
             for pending in micro.pending:
-                if pending.scored.optimizer == optimizer:
-                    waiting.setdefault(pending.scored, []).append((index, pending.kept))
-                    self.kept_bytes += pending.kept.nbytes()
+                s, kept = pending.scored, pending.kept
+                if s.optimizer != optimizer:
+                    continue
+                self.kept_bytes += kept.nbytes()
+                if isinstance(kept, KeptRowSums):
+                    if s not in row_factors:
+                        row_factors[s] = a.directions.row_factors(s)
+                    c = kept.weigh(row_factors[s])
+                    self.contributions[index].add_(c.to(a.probe_dtype), alpha=float(s.group["lr"]) * factor)
+                else:
+                    waiting.setdefault(s, []).append((index, kept))
             micro.pending = [p for p in micro.pending if p.scored.optimizer != optimizer]
         for s, kepts in waiting.items():
             rows = _joint_rows([kept for _, kept in kepts])

@@ -54,7 +54,15 @@ def contract_outer(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     return torch.stack([row_dots(x, (flat @ direction.t()).view(n, -1)) for direction in v], dim=1)
 
 
-def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def contract_outer_rows(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """Contract row by row of the weight: Σ_t x_ntp (v y_nt)_p, ``[n, k, p]``."""
+    n, t = x.shape[:2]
+    flat = y.reshape(n * t, -1).to(v.dtype)
+    x = x.to(v.dtype)
+    return torch.stack([sum_positions((flat @ direction.t()).view(n, t, -1).mul_(x)) for direction in v], dim=1)
+
+
+def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tuple[Tensor, Tensor]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
     The products of ``CHAIN`` samples are accumulated by the GEMM itself, S_n = S_{n-1} + g_n, and
@@ -65,16 +73,17 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         x: ``[n, t, p]``.
         y: ``[n, t, q]``.
         v: Directions, ``[k, p, q]``.
+        rowwise: Leave the rows of the weight apart.
 
     Returns:
-        G ``[p, q]`` and the inner products ``[n, k]``.
+        G ``[p, q]`` and the inner products ``[n, k]``, or ``[n, k, p]`` row by row.
     """
-    n, k = x.shape[0], v.shape[0]
+    n, k, p = x.shape[0], v.shape[0], x.shape[2]
     total = x.new_empty(x.shape[2], y.shape[2])
     if n == 0:
-        return total.zero_(), x.new_zeros(0, k)
+        return total.zero_(), x.new_zeros((0, k, p) if rowwise else (0, k))
     spare = scratch_like(total) if n > CHAIN else total
-    directions = v.reshape(k, -1).unbind(0)
+    directions = (v.unsqueeze(-1) if rowwise else v.reshape(k, -1)).unbind(0)
     lefts, rights = x.transpose(1, 2).unbind(0), y.unbind(0)
     dots: list[Tensor] = []
     for sample, (left, right) in enumerate(zip(lefts, rights, strict=True)):
@@ -83,12 +92,12 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             torch.mm(left, right, out=partial)
         else:
             torch.addmm(partial, left, right, out=partial)
-        flat = partial.view(-1)
+        flat = partial.unsqueeze(1) if rowwise else partial.view(-1)
         for direction in directions:
-            dots.append(torch.dot(flat, direction))
+            dots.append(torch.bmm(flat, direction).view(-1) if rowwise else torch.dot(flat, direction))
         if sample >= CHAIN and (sample % CHAIN == CHAIN - 1 or sample == n - 1):
             total.add_(spare)
-    sums = torch.stack(dots).view(n, k)
+    sums = torch.stack(dots).view((n, k, p) if rowwise else (n, k))
     contributions = sums.clone()
     contributions[1:] -= sums[:-1]
     contributions[::CHAIN] = sums[::CHAIN]
@@ -130,6 +139,15 @@ class LinearRule(Rule):
             return super().contract(module, name, saved, b, n, v)
         x, y = self._factors(saved, b, n)
         return contract_outer(x, y, v)
+
+    def rows_are_classes(self, module: nn.Module, name: str) -> bool:
+        """A weight with more than four outputs per input is taken for an output vocabulary."""
+        return name == "weight" and not self.transposed and module.weight.shape[0] > 4 * module.weight.shape[1]  # type: ignore[index, operator, union-attr]
+
+    def contract_rows(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
+        """Project, output by output."""
+        x, y = self._factors(saved, b, n)
+        return contract_outer_rows(x, y, v)
 
     def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
         """Keep the smaller of factors and per-sample gradients."""
@@ -176,6 +194,9 @@ class SharedLinear(torch.autograd.Function):
         if v is None:
             grad_weight = x.reshape(-1, x.shape[-1]).t() @ y.reshape(-1, y.shape[-1])
             scores["weight"] = observer.settle("weight", (a,), b)
+        elif observer.rowwise("weight"):
+            grad_weight, sums = shared_outer(x, y, v, rowwise=True)
+            observer.keep_rows("weight", sums)
         else:
             grad_weight, contributions = shared_outer(x, y, v)
             scores["weight"] = observer.book("weight", contributions)

@@ -68,6 +68,14 @@ class Rule:
         """Return ⟨g_n, v⟩ for every sample and direction, ``[n, k]``."""
         return dot_each(self.sample_gradient(module, name, saved, b, n), v)
 
+    def rows_are_classes(self, module: nn.Module, name: str) -> bool:
+        """Whether the parameter has one row per class or word, of which a batch touches few (an output vocabulary)."""
+        return False
+
+    def contract_rows(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
+        """Return ⟨g_n, v⟩ row by row of the parameter, ``[n, k, p]``; asked for where ``rows_are_classes``."""
+        raise NotImplementedError(f"{type(self).__name__} does not contract row by row")
+
     def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
         """Keep what a later contraction needs: inputs and output gradients, or per-sample gradients if smaller."""
         return KeptGradients(self.sample_gradient(module, name, saved, b, n))
@@ -109,6 +117,22 @@ class KeptGradients(Kept):
     def nbytes(self) -> int:
         """Return the bytes of the gradients."""
         return self.g.nbytes
+
+
+class KeptRowSums(Kept):
+    """⟨g_n, v⟩ row by row of a parameter, ``[n, k, p]``: contracted already, but for one factor per row."""
+
+    def __init__(self, sums: Tensor) -> None:
+        """Hold the sums."""
+        self.sums = sums
+
+    def weigh(self, factors: Tensor) -> Tensor:
+        """Add up the rows with their factors ``[p]``, giving ``[n, k]``."""
+        return self.sums @ factors.to(self.sums.dtype)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the sums."""
+        return self.sums.nbytes
 
 
 class KeptFactors(Kept):

@@ -26,6 +26,14 @@ class Observer(Protocol):
         """Return the directions ``[k, *shape]`` of a parameter, or None if its contraction is deferred."""
         ...
 
+    def rowwise(self, name: str) -> bool:
+        """Whether the contraction is wanted row by row of the parameter, ``[n, k, p]`` (then call ``keep_rows``)."""
+        ...
+
+    def keep_rows(self, name: str, sums: Tensor) -> None:
+        """Keep a row-by-row contraction until the factors of the rows are known."""
+        ...
+
     def book(self, name: str, contributions: Tensor) -> Tensor:
         """Note that a parameter was scored in this backward; return the probe's gradient ``[n, k]``."""
         ...
