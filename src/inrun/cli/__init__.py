@@ -1,0 +1,1 @@
+"""The command ``inrun``: parsing and dispatch only."""

@@ -1,0 +1,53 @@
+"""The bench on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from inrun.bench.measure import Result
+from inrun.bench.shape import Shape
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("bench", total=1)
+
+        def tell(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name, completed=done, total=total)
+
+        yield tell
+
+
+def print_table(shape: Shape, results: list[Result], rounds: int) -> None:
+    """Print one row per contestant."""
+    title = (
+        f"{shape.model} width {shape.width}, {shape.layers} layers, {shape.context} positions, vocabulary {shape.vocab}, "
+        f"batch {shape.batch} + {shape.validation_rows}, {shape.optimizer}{', clipped' if shape.clip else ''}, "
+        f"{shape.device} {shape.dtype}; best of {rounds}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in ("step", "of plain", "(CPU time)", "of limit", "(CPU time)", "peak memory", "over plain"):
+        table.add_column(name, justify="right")
+    base = results[0].peak_bytes
+    for r in results:
+        table.add_row(
+            r.name,
+            f"{1e3 * r.seconds:.1f} ms",
+            f"{r.relative:.3f}",
+            f"{r.relative_cpu:.3f}",
+            f"{r.of_limit:.3f}",
+            f"{r.of_limit_cpu:.3f}",
+            f"{r.peak_bytes / 1e6:.0f} MB",
+            f"{(r.peak_bytes - base) / 1e6:+.1f} MB",
+        )
+    Console(width=max(Console().width, 120)).print(table)

@@ -1,0 +1,64 @@
+"""The walls between rooms, read from the imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "inrun"
+ALLOWED = {
+    "layers": {"layers", "errors"},
+    "optimizers": {"optimizers", "errors"},
+    "methods": {"methods", "errors"},
+    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "errors"},
+    "ledger": {"ledger", "errors"},
+    "training": {"training", "engine", "ledger", "errors"},
+    "bench": {"bench", "engine", "training", "errors"},
+}
+NO_TORCH = {"ledger"}
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_rooms_import_only_what_they_may(room: str) -> None:
+    for path in (SOURCE / room).rglob("*.py"):
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == "inrun" and len(parts) > 1:
+                assert parts[1] in ALLOWED[room], f"{path.relative_to(SOURCE)} imports {name}"
+            if room in NO_TORCH:
+                assert parts[0] != "torch", f"{path.relative_to(SOURCE)} imports torch"
+
+
+def test_nobody_imports_cli() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.parent.name != "cli":
+            assert not any(n.startswith("inrun.cli") for n in imports_of(path)), path
+
+
+def test_unsafe_calls_are_absent() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), path
+        assert not {"pickle", "requests", "urllib.request", "socket"} & imports_of(path), path
+
+
+def test_import_is_light() -> None:
+    code = "import sys, inrun; assert not {'torch', 'pyarrow', 'rich', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import sys, inrun.ledger; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
