@@ -279,15 +279,31 @@ def test_validation_that_ignores_a_parameter_scores_it_zero() -> None:
         assert (accountant.last.contributions["validation"] == 0).all()
 
 
-def test_batch_norm_couples_rows_and_still_balances() -> None:
+def test_batch_norm_scores_the_share_of_each_row(caplog: pytest.LogCaptureFixture) -> None:
+    """Reference: the same network with one copy of every parameter per row."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
+    nn.init.normal_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:2]).square().sum(), audit_every=1)
+    loss = lambda m: m(x[:2]).square().sum()  # noqa: E731
+    model.eval()
+    g_val = torch.autograd.grad(loss(model), list(model.parameters()))
+    model.train()
+    copies = [p.detach().expand(8, *p.shape).clone().requires_grad_() for p in model.parameters()]
+    w1, b1, gamma, beta, w2, b2 = copies
+    hidden = torch.einsum("ni,noi->no", x, w1) + b1
+    normal = nn.functional.batch_norm(hidden, None, None, training=True)
+    out = torch.einsum("ni,noi->no", normal * gamma + beta, w2) + b2
+    per_row = torch.autograd.grad(out.square().sum(), copies)
+    expected = 0.1 * sum((g.flatten(1) @ v.flatten()) for g, v in zip(per_row, g_val, strict=True))
+    accountant = inrun.Accountant(model, optimizer, loss, audit_every=1)
+    assert "batch norm" in caplog.text
+    statistics = model[1].num_batches_tracked.clone()
     with accountant.step(range(8)):
         model(x).square().sum().backward()
         optimizer.step()
-    assert accountant.last.contributions["validation"].abs().min() > 0
+    assert relative_error(accountant.last.contributions["validation"], expected) < 1e-9
+    assert model[1].num_batches_tracked == statistics + 1
 
 
 def test_with_ids() -> None:

@@ -45,7 +45,7 @@ def test_secant_against_two_real_steps(name: str, steps: int) -> None:
         g = size * torch.randn_like(p)
         gain = find_update(optimizer).secant(g, p.detach(), group, state)
         expected = secant_gain(optimizer, p, g)
-        assert relative_error(torch.as_tensor(gain).expand_as(p) * group["lr"], expected) < 1e-9 / size
+        assert relative_error(torch.as_tensor(gain, dtype=p.dtype).expand_as(p) * group["lr"], expected) < 1e-9 / size
         # The shares sum to the real move.
         moved = real_move(optimizer, p, g) - real_move(optimizer, p, torch.zeros_like(g))
         assert relative_error(-group["lr"] * gain * g, moved) < 1e-9 / size

@@ -125,6 +125,14 @@ class Accountant:
         if slow:
             names = ", ".join(f"{s.name or 'the model itself'} ({type(s.module).__name__})" for s in slow)
             log.warning("inrun: no rule for %s; each runs its forward once more per backward (see coverage)", names)
+        coupled = [n for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if coupled:
+            log.warning(
+                "inrun: batch norm in training mode (%s) couples the rows of a batch: a sample's contribution is what flows "
+                "through its own rows, and its effect on the others' statistics is not told apart. Ways out: eval mode, "
+                "GroupNorm.",
+                ", ".join(coupled),
+            )
 
     # What a step asks for
 

@@ -76,7 +76,9 @@ class Recorded:
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)
             # A tied parameter is scored where it is used: do not replace it in children that share it.
-            out = torch.func.functional_call(module, parameters, args, kwargs, tie_weights=False)
+            # Buffers are copied: a second forward must not count twice in running statistics.
+            copies = {name: b.clone() for name, b in module.named_buffers()}
+            out = torch.func.functional_call(module, copies | parameters, args, kwargs, tie_weights=False)
         return float_tensors(out)
 
 

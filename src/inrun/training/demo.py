@@ -23,6 +23,8 @@ class DemoConfig:
     batch: int = 16
     epochs: int = 3
     lr: float = 1e-3
+    #: Adam's very first steps are sign steps, which no first-order score describes; a warm-up keeps them small.
+    warm_up: int = 30
     seed: int = 0
 
 
@@ -64,6 +66,7 @@ def run_demo(config: DemoConfig, tell: Callable[[int, int, float], None] = lambd
         optimizer,
         validation={name: (lambda m, rows=rows: next_token_loss(m, rows)) for name, rows in validation.items()},
     )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / config.warm_up))
     per_epoch = len(samples) // config.batch
     total = per_epoch * config.epochs
     first: dict[str, float] = {}
@@ -77,6 +80,7 @@ def run_demo(config: DemoConfig, tell: Callable[[int, int, float], None] = lambd
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+            schedule.step()
             first = first or accountant.last.losses
             tell(epoch * per_epoch + index + 1, total, float(loss.detach()))
     scores = {name: [0.0] * len(samples) for name in validation}
