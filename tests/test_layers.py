@@ -13,7 +13,7 @@ from reference import contributions, gradients, relative_error, sample_gradients
 from torch import Tensor, nn
 
 import inrun
-from inrun.layers.linear import contract_outer, shared_outer
+from inrun.layers.linear import contract_outer, contract_outer_rows, shared_outer
 
 COMBINATIONS = [
     pytest.param(case, form, id=f"{case.name}-{form}")
@@ -106,6 +106,9 @@ def test_outer_products_of_any_shape(n: int, t: int, p: int, q: int, k: int, see
     per_sample = torch.einsum("ntp,ntq->npq", x, y)
     expected = torch.einsum("npq,kpq->nk", per_sample, v)
     total, shared = shared_outer(x, y, v)
+    _, rows = shared_outer(x, y, v, rowwise=True)
+    torch.testing.assert_close(rows, torch.einsum("npq,kpq->nkp", per_sample, v), rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(contract_outer_rows(x, y, v), rows, rtol=1e-12, atol=1e-11)
     torch.testing.assert_close(total, per_sample.sum(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(shared, expected, rtol=1e-12, atol=1e-11)
     torch.testing.assert_close(contract_outer(x, y, v), expected, rtol=1e-12, atol=1e-11)
@@ -186,3 +189,4 @@ def test_fallback_replays_dropout() -> None:
 def test_shared_form_handles_reuse_with_different_inputs() -> None:
     model = Reused().double()
     assert len(list(model.parameters())) == 2
+

@@ -17,7 +17,7 @@ ALLOWED = {
     "engine": {"engine", "layers", "optimizers", "methods", "ledger", "errors"},
     "ledger": {"ledger", "errors"},
     "training": {"training", "engine", "ledger", "errors"},
-    "bench": {"bench", "engine", "training", "errors"},
+    "bench": {"bench", "engine", "layers", "training", "errors"},
 }
 NO_TORCH = {"ledger"}
 

@@ -55,7 +55,9 @@ class Directions:
                 assert factor is not None
                 self.streaming[s.parameter] = Direction(raw, factor)
             elif not s.only_sparse:
-                v = raw.clone() if self.keep_raw or s.some_sparse else raw
+                # A table that is also a head needs its raw gradient again when the optimizer steps.
+                spare = self.keep_raw or (s.some_sparse and not rule.can_thaw(state))
+                v = raw.clone() if spare else raw
                 factor = rule.frozen(v, s.parameter.detach(), s.group, state)
                 if factor is not None:
                     self.streaming[s.parameter] = Direction(v, factor)
@@ -83,8 +85,10 @@ class Directions:
         if rows is not None:
             raw, grad, weight = raw[:, rows], grad[rows], weight[rows]
             state = {k: x[rows] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
-        gain = self.rules[s.optimizer].secant(grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
-        return raw * gain
+        rule, streamed = self.rules[s.optimizer], self.streaming.get(p)
+        if streamed is not None and streamed.v is self.raw[p] and not rule.linear:
+            raw = rule.thaw(raw, s.group, state)
+        return raw * rule.secant(grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
 
     @torch.no_grad()
     def row_factors(self, s: Scored) -> Tensor:

@@ -16,8 +16,9 @@ from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved,
 from inrun.layers.rows import by_sample, row_dots, scratch_like, sum_positions
 from inrun.layers.tap import Observer
 
-#: Samples whose gradients are summed in place before a new partial sum is begun, see :func:`shared_outer`.
-CHAIN = 8
+#: Running sums that are kept side by side, and the bytes they may take, see :func:`shared_outer`.
+CHAINS = 4
+CHAIN_BYTES = 4 << 20
 
 #: Floating-point operations a device does while it moves one byte, for the choice of the form.
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
@@ -26,7 +27,7 @@ FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
 def shared_is_cheaper(t: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Choose the form of one layer: per entry of the weight and sample, shared moves bytes, project multiplies.
 
-    Shared reads the per-sample gradient and v once and adds some of it up; project does 2t operations.
+    Shared reads the running sum and v once more; project does 2t operations.
     Deterministic in shape, dtype and device, so that a resumed run rounds the same way.
     """
     shared_bytes = 3.0 * dtype.itemsize
@@ -65,9 +66,10 @@ def contract_outer_rows(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
 def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tuple[Tensor, Tensor]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
-    The products of ``CHAIN`` samples are accumulated by the GEMM itself, S_n = S_{n-1} + g_n, and
-    ⟨g_n, v⟩ = ⟨S_n, v⟩ − ⟨S_{n-1}, v⟩: this spares most of the passes that add g_n into G. The rounding
-    is that of a sum over CHAIN samples, far below that of G itself.
+    The batched GEMM accumulates into a few running sums side by side, S ← S + g_n, one sample each at a time, and
+    ⟨g_n, v⟩ = ⟨S after, v⟩ − ⟨S before, v⟩; the running sums add up to G. So no g_n is ever added by a pass of its own,
+    the sums stay in the cache, and the rounding is that of a sum over a quarter of the batch, below that of G itself.
+    A weight too large for several running sums has one, which is G.
 
     Args:
         x: ``[n, t, p]``.
@@ -76,32 +78,37 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tupl
         rowwise: Leave the rows of the weight apart.
 
     Returns:
-        G ``[p, q]`` and the inner products ``[n, k]``, or ``[n, k, p]`` row by row.
+        G ``[p, q]``, and the inner products ``[n, k]``, or ``[n, k, p]`` row by row.
     """
-    n, k, p = x.shape[0], v.shape[0], x.shape[2]
-    total = x.new_empty(x.shape[2], y.shape[2])
+    n, k, p, q = x.shape[0], v.shape[0], x.shape[2], y.shape[2]
+    total = x.new_empty(1, p, q)
     if n == 0:
-        return total.zero_(), x.new_zeros((0, k, p) if rowwise else (0, k))
-    spare = scratch_like(total) if n > CHAIN else total
-    directions = (v.unsqueeze(-1) if rowwise else v.reshape(k, -1)).unbind(0)
-    lefts, rights = x.transpose(1, 2).unbind(0), y.unbind(0)
-    dots: list[Tensor] = []
-    for sample, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        partial = total if sample < CHAIN else spare
-        if sample % CHAIN == 0:
-            torch.mm(left, right, out=partial)
+        return total[0].zero_(), x.new_zeros((0, k, p) if rowwise else (0, k))
+    chains = max(1, min(CHAINS, n, CHAIN_BYTES // max(total.nbytes, 1)))
+    running = total if chains == 1 else scratch_like(x, (chains, p, q))
+    sums: list[Tensor] = []
+    for first in range(0, n, chains):
+        group = slice(first, min(first + chains, n))
+        part, left, right = running[: group.stop - first], x[group].transpose(1, 2), y[group]
+        if first == 0:
+            torch.bmm(left, right, out=part)
         else:
-            torch.addmm(partial, left, right, out=partial)
-        flat = partial.unsqueeze(1) if rowwise else partial.view(-1)
-        for direction in directions:
-            dots.append(torch.bmm(flat, direction).view(-1) if rowwise else torch.dot(flat, direction))
-        if sample >= CHAIN and (sample % CHAIN == CHAIN - 1 or sample == n - 1):
-            total.add_(spare)
-    sums = torch.stack(dots).view((n, k, p) if rowwise else (n, k))
-    contributions = sums.clone()
-    contributions[1:] -= sums[:-1]
-    contributions[::CHAIN] = sums[::CHAIN]
-    return total, contributions
+            torch.baddbmm(part, left, right, out=part)
+        sums.append(contract_formed(part, v, rowwise))
+    after = torch.cat(sums)
+    contributions = after.clone()
+    contributions[chains:] -= after[:-chains] if n > chains else 0
+    gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
+    return gradient, contributions
+
+
+def contract_formed(g: Tensor, v: Tensor, rowwise: bool) -> Tensor:
+    """Contract formed gradients ``[m, p, q]`` with directions ``[k, p, q]``: ``[m, k]``, or ``[m, k, p]`` by rows."""
+    if rowwise:
+        by_row = [torch.bmm(g_m.unsqueeze(1), d.unsqueeze(2)).view(-1) for g_m in g for d in v]
+        return torch.stack(by_row).view(g.shape[0], v.shape[0], -1)
+    flat = g.view(g.shape[0], -1)
+    return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
 
 
 def keep_outer(rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
@@ -194,19 +201,20 @@ class SharedLinear(torch.autograd.Function):
         if v is None:
             grad_weight = x.reshape(-1, x.shape[-1]).t() @ y.reshape(-1, y.shape[-1])
             scores["weight"] = observer.settle("weight", (a,), b)
-        elif observer.rowwise("weight"):
-            grad_weight, sums = shared_outer(x, y, v, rowwise=True)
-            observer.keep_rows("weight", sums)
         else:
-            grad_weight, contributions = shared_outer(x, y, v)
-            scores["weight"] = observer.book("weight", contributions)
+            rowwise = observer.rowwise("weight")
+            grad_weight, contributions = shared_outer(x, y, v, rowwise)
+            if rowwise:
+                observer.keep_rows("weight", contributions)
+            else:
+                scores["weight"] = observer.book("weight", contributions)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            per_sample = sum_positions(by_sample(b, observer.n, 1))
-            grad_bias = per_sample.sum(0)
+            bias_rows = sum_positions(by_sample(b, observer.n, 1))
+            grad_bias = bias_rows.sum(0)
             if "bias" in observer.names:
                 v = observer.direction("bias")
                 scores["bias"] = (
-                    observer.settle("bias", (a,), b) if v is None else observer.book("bias", per_sample @ v.t())
+                    observer.settle("bias", (a,), b) if v is None else observer.book("bias", bias_rows @ v.t())
                 )
         return (grad_a, grad_weight, grad_bias, None, None, *(scores.get(name) for name in observer.names))
 

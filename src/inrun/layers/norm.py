@@ -62,7 +62,7 @@ class LayerNormRule(NormRule):
         return torch.nn.functional.layer_norm(x, module.normalized_shape, None, None, module.eps)
 
     def shared_forward(self, module: Any, args: tuple[Any, ...], observer: Observer, forced: bool) -> Tensor | None:
-        """Own the backward: the statistics of the forward are at hand, so x̂ need not be made again."""
+        """Run the framework's own kernels, and use the statistics of the forward in the contraction."""
         (x,) = args
         if module.weight is None or x.dtype != module.weight.dtype or len(module.normalized_shape) != 1:
             return None
@@ -71,13 +71,13 @@ class LayerNormRule(NormRule):
 
 
 class SharedLayerNorm(torch.autograd.Function):
-    """LayerNorm whose parameter gradients are sums of the per-sample gradients."""
+    """LayerNorm by the framework's kernels, contracted with the statistics that its forward left behind."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, observer: Observer, *probes: Tensor
     ) -> Tensor:
-        """Run the framework's kernel and keep its statistics."""
+        """Normalise and keep mean and 1/deviation."""
         out, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight)
         ctx.bias, ctx.observer = bias, observer
@@ -85,27 +85,32 @@ class SharedLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Return the usual gradients, and ⟨g_n, v⟩ for the probes.
-
-        Σ_t b ∘ (x − μ)r is taken as Σ_t r (b ∘ x) − Σ_t (μ r) b: two products with [1, t] rows and one temporary.
-        """
+        """Return the framework's gradients, and ⟨g_n, v⟩ for the probes."""
         x, mean, rstd, weight = ctx.saved_tensors
-        b = grads[0].contiguous()
-        n, observer, d = ctx.observer.n, ctx.observer, weight.shape[0]
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.ops.aten.native_layer_norm_backward(
-                b, x, weight.shape, mean, rstd, weight, ctx.bias, [True, False, False]
-            )[0]
-        rows = b.view(n, -1, d)
-        rate, shift = rstd.reshape(n, 1, -1), mean.reshape(n, 1, -1)
-        scaled = torch.bmm(rate, torch.mul(rows, x.reshape(n, -1, d), out=scratch_like(rows)))
-        shifted = torch.bmm(torch.cat([rate * shift, torch.ones_like(rate)], dim=1), rows)
-        formed = {"weight": scaled[:, 0] - shifted[:, 0], "bias": shifted[:, 1]}
-        scores = settle_formed(observer, formed, (x,), b)
-        grad_weight = formed["weight"].sum(0) if ctx.needs_input_grad[1] else None
-        grad_bias = formed["bias"].sum(0) if ctx.bias is not None and ctx.needs_input_grad[2] else None
-        return (grad_x, grad_weight, grad_bias, None, None, *scores)
+        observer, b = ctx.observer, grads[0].contiguous()
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias is not None and ctx.needs_input_grad[2]]
+        usual = torch.ops.aten.native_layer_norm_backward(b, x, weight.shape, mean, rstd, weight, ctx.bias, wanted)
+        scores: list[Tensor | None] = []
+        for name in observer.names:
+            v = observer.direction(name)
+            if v is None:
+                scores.append(observer.settle(name, (x,), b))
+            elif name == "bias":
+                scores.append(observer.book(name, by_sample(b.view(-1, v.shape[1]) @ v.t(), observer.n, 1).sum(1)))
+            else:
+                scores.append(observer.book(name, contract_normalised(x, mean, rstd, b, v, observer.n)))
+        return (*(g if want else None for g, want in zip(usual, wanted, strict=True)), None, None, *scores)
+
+
+def contract_normalised(x: Tensor, mean: Tensor, rstd: Tensor, b: Tensor, v: Tensor, n: int) -> Tensor:
+    """Return Σ_t r_t (b ∘ (x − μ))_nt · v, ``[n, k]``: the per-sample gradients are never formed.
+
+    Centring comes first, since b · x and μ b · 1 nearly cancel where the mean is large. The one temporary is a reused
+    buffer: fresh pages would cost more than the arithmetic.
+    """
+    centred = torch.sub(x, mean, out=scratch_like(x)).mul_(b)
+    per_position = (centred.view(-1, v.shape[1]) @ v.t()).mul_(rstd.reshape(-1, 1))
+    return by_sample(per_position, n, 1).sum(1)
 
 
 class ScaleRows(torch.autograd.Function):

@@ -10,6 +10,7 @@ dimensions of a module's tensors map to samples is its *layout*:
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any, Literal
 
@@ -43,10 +44,20 @@ def row_dots(x: Tensor, y: Tensor) -> Tensor:
 _scratch = threading.local()
 
 
-def scratch_like(x: Tensor) -> Tensor:
-    """Return a reused buffer of the shape of ``x``: fresh pages at every call would cost more than the sums do."""
+def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return a reused buffer of the dtype and device of ``x``, of its shape or another.
+
+    Fresh pages at every call would cost more than the sums do. The content holds until the next call.
+    """
+    shape = tuple(x.shape) if shape is None else shape
+    count = math.prod(shape)
     buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
     key = (x.dtype, x.device)
-    if key not in buffers or buffers[key].numel() < x.numel():
-        buffers[key] = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
-    return buffers[key][: x.numel()].view(x.shape)
+    if key not in buffers or buffers[key].numel() < count:
+        buffers[key] = torch.empty(count, dtype=x.dtype, device=x.device)
+    return buffers[key][:count].view(shape)
+
+
+def scratch_bytes() -> int:
+    """Return the memory held by the reused buffers of this thread."""
+    return sum(b.nbytes for b in _scratch.__dict__.get("buffers", {}).values())

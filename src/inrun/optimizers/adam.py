@@ -31,15 +31,28 @@ class AdamRule(UpdateRule):
         if "exp_avg_sq" not in state or float(state["step"]) < 1:
             return None
         t = float(state["step"]) + 1.0
-        beta1, beta2 = (float(b) for b in group["betas"])
-        second = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-        root = math.sqrt(1.0 - beta2 ** (t - 1.0))
-        denominator = torch.sqrt(second)
-        torch.nn.functional.threshold_(denominator, 0.0, math.inf)
-        denominator.add_(float(group["eps"]) * root)
-        raw.div_(denominator)
+        beta1, _ = group["betas"]
+        raw.div_(self._denominator(group, state))
         sign = -1.0 if group["maximize"] else 1.0
-        return sign * root * (1.0 - beta1) / (1.0 - beta1**t)
+        return sign * self._correction(group, state) * (1.0 - float(beta1)) / (1.0 - float(beta1) ** t)
+
+    def _correction(self, group: Group, state: State) -> float:
+        return math.sqrt(1.0 - float(group["betas"][1]) ** float(state["step"]))
+
+    def _denominator(self, group: Group, state: State) -> Tensor:
+        """Return √s + ε√(1−β₂ᵗ⁻¹), infinite where s = 0."""
+        denominator = torch.sqrt(state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"])
+        torch.nn.functional.threshold_(denominator, 0.0, math.inf)
+        return denominator.add_(float(group["eps"]) * self._correction(group, state))
+
+    def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:
+        """Multiply by what ``frozen`` divided by."""
+        return v * self._denominator(group, state)
+
+    def can_thaw(self, state: State) -> bool:
+        """Only where every entry has had a gradient."""
+        second = state.get("exp_avg_sq")
+        return second is not None and int(torch.count_nonzero(second)) == second.numel()
 
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
         """Return the divided difference of the update between no gradient and the real one, in closed form.

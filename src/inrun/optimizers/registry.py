@@ -41,6 +41,14 @@ class UpdateRule:
         """
         raise NotImplementedError
 
+    def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:
+        """Return the validation gradients from which ``frozen`` made ``v``, where no gain was 0."""
+        raise NotImplementedError
+
+    def can_thaw(self, state: State) -> bool:
+        """Whether ``frozen`` can be undone, so that no copy of the validation gradients is needed."""
+        return False
+
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
         """Return (u(0) − u(G)) / (lr · G) elementwise, given the gradient the optimizer is about to use.
 
