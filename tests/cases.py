@@ -176,7 +176,13 @@ CASES = [
     Case("Conv1D of transformers", conv1d, floats, "linear (Conv1D)"),
     Case("layer norm", lambda: scrambled(nn.LayerNorm(D)), floats, "layer norm"),
     Case("layer norm without bias", lambda: scrambled(nn.LayerNorm(D, bias=False)), floats, "layer norm"),
-    Case("layer norm over two dimensions", lambda: scrambled(nn.LayerNorm((4, D))), lambda n, t, g: torch.randn(n, 4, D, generator=g, dtype=torch.float64), "layer norm", ("project",)),
+    Case(
+        "layer norm over two dimensions",
+        lambda: scrambled(nn.LayerNorm((4, D))),
+        lambda n, t, g: torch.randn(n, 4, D, generator=g, dtype=torch.float64),
+        "layer norm",
+        ("project",),
+    ),
     Case("RMS norm of torch", lambda: scrambled(nn.RMSNorm(D)), floats, "RMS norm"),
     Case("RMS norm of Llama", lambda: scrambled(LlamaRMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
     Case("RMS norm of OLMo", lambda: scrambled(Olmo2RMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
@@ -190,7 +196,13 @@ CASES = [
     Case("positions without batch", lambda: UnbatchedPositions(), tokens, "embedding", ("project",)),
     Case("raw parameters beside a child", lambda: RawScale(), floats, "fallback", ("jvp",)),
     Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
-    Case("parametrised linear", lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), floats, "fallback", ("vmap",)),
+    Case(
+        "parametrised linear",
+        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),
+        floats,
+        "fallback",
+        ("vmap",),
+    ),
     Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
 ]
 

@@ -15,9 +15,7 @@ def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(parameters, grads, strict=True)]
 
 
-def sample_gradients(
-    share: Callable[[int], Tensor], n: int, parameters: list[nn.Parameter]
-) -> list[list[Tensor]]:
+def sample_gradients(share: Callable[[int], Tensor], n: int, parameters: list[nn.Parameter]) -> list[list[Tensor]]:
     """g_n for each sample; ``share(j)`` runs sample j alone and returns its part of the batch loss."""
     return [gradients(share(j), parameters) for j in range(n)]
 

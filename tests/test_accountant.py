@@ -7,13 +7,13 @@ import json
 import pyarrow as pa
 import pytest
 import torch
-from reference import relative_error
-from tiny import batch, tiny, train_step, validation
 from torch import nn
 
 import inrun
 from inrun.errors import ConfigurationError
 from inrun.training.gpt import next_token_loss
+from reference import relative_error
+from tiny import batch, tiny, train_step, validation
 
 
 def build(kind: str = "AdamW", tied: bool = True, **options):

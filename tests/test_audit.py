@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import batch, tiny, train_step, validation
 from torch import nn
 
 import inrun
 from inrun.engine.audit import Schedule
 from inrun.errors import ConservationError, CoverageError
 from inrun.training.gpt import next_token_loss
+from tiny import batch, tiny, train_step, validation
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

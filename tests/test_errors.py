@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import batch, tiny, train_step, validation
 from torch import nn
 
 import inrun
@@ -19,6 +18,7 @@ from inrun.errors import (
     ValidationError,
 )
 from inrun.training.gpt import next_token_loss
+from tiny import batch, tiny, train_step, validation
 
 
 @pytest.fixture
@@ -52,7 +52,15 @@ def test_ids(parts, ids, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [range(2), [5, 5], (1, -9), torch.tensor([2**62, -(2**63)]), np.array([3, 4], np.int32), torch.tensor([1, 2], dtype=torch.uint8)]
+    "ids",
+    [
+        range(2),
+        [5, 5],
+        (1, -9),
+        torch.tensor([2**62, -(2**63)]),
+        np.array([3, 4], np.int32),
+        torch.tensor([1, 2], dtype=torch.uint8),
+    ],
 )
 def test_accepted_ids(parts, ids) -> None:
     model, optimizer, accountant = parts

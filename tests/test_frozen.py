@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import contributions, gradients, sample_gradients, secant_gain
 from scipy.stats import spearmanr
 
 import inrun
 from inrun.training.gpt import GPT, GPTConfig, next_token_loss
+from reference import contributions, gradients, sample_gradients, secant_gain
 
 VOCAB, CONTEXT, N = 2000, 24, 16
 
@@ -66,7 +66,7 @@ def test_control_the_trap_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(EmbeddingRule, "sparse", False)
     monkeypatch.setattr(LinearRule, "rows_are_classes", lambda *_: False)
-    monkeypatch.setattr(torch.nn.functional, "threshold_", lambda x, *_: x)
+    monkeypatch.setattr(torch, "threshold_", lambda x, *_: x)
     torch.manual_seed(0)
     g = torch.Generator().manual_seed(0)
     model = GPT(GPTConfig(VOCAB, CONTEXT, 32, 2, 2, tied=False)).double()

@@ -6,20 +6,16 @@ import copy
 
 import pytest
 import torch
-from cases import CASES, Case, D, Reused, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 from torch import Tensor, nn
 
 import inrun
+from cases import CASES, Case, D, Reused, model_of
 from inrun.layers.linear import contract_outer, contract_outer_rows, shared_outer
+from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
-COMBINATIONS = [
-    pytest.param(case, form, id=f"{case.name}-{form}")
-    for case in CASES
-    for form in case.forms
-]
+COMBINATIONS = [pytest.param(case, form, id=f"{case.name}-{form}") for case in CASES for form in case.forms]
 
 
 def position_mask(n: int, t: int, g: torch.Generator) -> Tensor:
@@ -149,7 +145,9 @@ def test_shared_weight_gradients_equal_the_frameworks() -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, lr=0.0)
         accountant = inrun.Accountant(
-            model, optimizer, lambda net, x=x: masked_sum(net(x[:1]), torch.ones(1, 4)),
+            model,
+            optimizer,
+            lambda net, x=x: masked_sum(net(x[:1]), torch.ones(1, 4)),
             form=form if form in ("shared", "project") else "auto",
         )
         with accountant.step(range(5)):
@@ -189,4 +187,3 @@ def test_fallback_replays_dropout() -> None:
 def test_shared_form_handles_reuse_with_different_inputs() -> None:
     model = Reused().double()
     assert len(list(model.parameters())) == 2
-

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import contributions, frozen_gain, gradients, relative_error, row_corrected_gain, sample_gradients, secant_gain, sgd_gain
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -22,6 +21,16 @@ from transformers import (
 
 import inrun
 from inrun.training.gpt import GPT, GPTConfig
+from reference import (
+    contributions,
+    frozen_gain,
+    gradients,
+    relative_error,
+    row_corrected_gain,
+    sample_gradients,
+    secant_gain,
+    sgd_gain,
+)
 
 VOCAB = 83
 IGNORE = -100
@@ -29,21 +38,44 @@ IGNORE = -100
 
 def gpt2() -> nn.Module:
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        GPT2Config(
+            vocab_size=VOCAB,
+            n_positions=16,
+            n_embd=12,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
     )
 
 
 def neox() -> nn.Module:
     return GPTNeoXForCausalLM(
-        GPTNeoXConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, max_position_embeddings=16)
+        GPTNeoXConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=16,
+        )
     )
 
 
 def llama() -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True, pad_token_id=0,
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            tie_word_embeddings=True,
+            pad_token_id=0,
         )
     )
 
@@ -51,8 +83,14 @@ def llama() -> nn.Module:
 def bert() -> nn.Module:
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCAB, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=VOCAB,
+            hidden_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=20,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
     )
 
@@ -62,7 +100,13 @@ def own_gpt() -> nn.Module:
 
 
 # The models of transformers with RMS norms or rotary tables compute part of their forward in float32.
-MODELS = {"gpt2": (gpt2, 1e-9), "neox": (neox, 1e-6), "llama": (llama, 1e-6), "bert": (bert, 1e-9), "own": (own_gpt, 1e-9)}
+MODELS = {
+    "gpt2": (gpt2, 1e-9),
+    "neox": (neox, 1e-6),
+    "llama": (llama, 1e-6),
+    "bert": (bert, 1e-9),
+    "own": (own_gpt, 1e-9),
+}
 
 
 def logits_of(model: nn.Module, rows: Tensor) -> Tensor:
@@ -222,6 +266,6 @@ def test_paper_proxy_on_an_adamw_run() -> None:
         token_loss(model, rows, labels, 20.0).backward()
         optimizer.step()
     fresh = own_gpt().double()
-    fresh.load_state_dict({k: v for k, v in twin.state_dict().items()})
+    fresh.load_state_dict(twin.state_dict())
     expected = expected_contributions(fresh, make_optimizer("adamw", fresh), "sgd", [(rows, labels)], validation, 20.0, 1.0)
     assert relative_error(accountant.last.contributions["one"], expected["one"]) < 1e-9

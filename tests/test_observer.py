@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from tiny import batch, tiny, validation
 from torch import nn
 
 import inrun
 from inrun.training.gpt import next_token_loss
+from tiny import batch, tiny, validation
 
 
 def train(score: bool, **options) -> tuple[dict, torch.Tensor]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import frozen_gain, real_move, relative_error, secant_gain
 from torch import nn
 
 from inrun.errors import OptimizerError
 from inrun.optimizers import UpdateRule, find_update, register
+from reference import frozen_gain, real_move, relative_error, secant_gain
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 from torch import nn
 
 import inrun
 from inrun.errors import IdsError, RowOwnershipError
+from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
 D = 4
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.bench.shape import Shape, loss_of
@@ -61,9 +62,7 @@ def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Calla
         model = shape.build()
         optimizer = shape.make_optimizer(model)
         validation = shape.rows(shape.validation_rows, -1)
-        accountant = Accountant(
-            model, optimizer, lambda m: loss_of(m, validation), method=method, update=update, form=form
-        )
+        accountant = Accountant(model, optimizer, lambda m: loss_of(m, validation), method=method, update=update, form=form)
 
         def step(number: int) -> None:
             rows = shape.rows(shape.batch, number)
@@ -114,7 +113,9 @@ def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
     def step(number: int) -> None:
         rows = shape.rows(shape.batch, number)
         directions = torch.autograd.grad(loss_of(model, validation), parameters)
-        grads = per_sample({n: p.detach() for n, p in names.items()}, rows)
+        # The fused attention kernels have no batching rule; without this vmap would loop over samples.
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            grads = per_sample({n: p.detach() for n, p in names.items()}, rows)
         scores = torch.zeros(len(rows), device=rows.device)
         for (name, p), v in zip(names.items(), directions, strict=True):
             g = grads[name]

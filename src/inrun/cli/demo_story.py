@@ -47,7 +47,9 @@ def as_data(result: DemoResult) -> dict[str, Any]:
 def print_story(result: DemoResult, extremes: int = 4) -> None:
     """Print totals per domain and the best and worst samples, per validation set."""
     console = Console()
-    console.print(f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}.")
+    console.print(
+        f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}."
+    )
     for name in result.scores:
         fell = f"{result.first_losses[name]:.2f} to {result.last_losses[name]:.2f}"
         table = Table(title=f"validation set '{name}': loss {fell}", title_justify="left")

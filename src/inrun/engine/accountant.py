@@ -114,9 +114,7 @@ class Accountant:
         self._groups = [(i, group) for i, o in enumerate(self.optimizers) for group in o.param_groups]
         self.watch = GradientWatch(self.scored, active=lambda: self.open_step is not None)
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
-        self._hooks = [
-            o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)
-        ]
+        self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
         object.__setattr__(model, "_inrun_accountant", weakref.ref(self))
         self._tell_fallbacks()
 
@@ -325,7 +323,14 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 
 def _result(
-    step: Step, accountant: Accountant, ids: Tensor, contributions: Tensor, losses: Tensor, after: Any, totals: Tensor, clip: Any
+    step: Step,
+    accountant: Accountant,
+    ids: Tensor,
+    contributions: Tensor,
+    losses: Tensor,
+    after: Any,
+    totals: Tensor,
+    clip: Any,
 ) -> StepResult:
     """Sort columns into validation sets."""
     by_set: dict[str, list[int]] = {}
@@ -339,9 +344,7 @@ def _result(
     accounts: dict[str, Account | None] = dict.fromkeys(by_set)
     for name, js in by_set.items():
         if after is not None:
-            accounts[name] = Account(
-                float(losses[js].mean()), float(after[js].mean()), float(totals[js].mean())
-            )
+            accounts[name] = Account(float(losses[js].mean()), float(after[js].mean()), float(totals[js].mean()))
     return StepResult(
         step=accountant.steps_done,
         sample_ids=ids,

@@ -264,7 +264,9 @@ def exchange_sample(root: Arguments, n: int) -> Arguments | None:
     mine = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
     for source in range(1, n):
         if any(m and not torch.equal(x[0], x[source]) for x, m in zip(leaves, mine, strict=True)):
-            return pytree.tree_unflatten([_exchanged(x, source) if m else x for x, m in zip(leaves, mine, strict=True)], structure)  # type: ignore[no-any-return]
+            return pytree.tree_unflatten(
+                [_exchanged(x, source) if m else x for x, m in zip(leaves, mine, strict=True)], structure
+            )  # type: ignore[no-any-return]
     flipped = [_flipped(x) if m and x.dim() > 1 else x for x, m in zip(leaves, mine, strict=True)]
     changed = any(m and not torch.equal(x, y) for x, y, m in zip(leaves, flipped, mine, strict=True))
     return pytree.tree_unflatten(flipped, structure) if changed else None

@@ -1,9 +1,9 @@
 """One optimizer step: its microbatches, and the moment the optimizer is about to step.
 
-    enter        validation gradients (unless reused), directions, audit or not
-    microbatch   forward and backward under observation; contractions land in the probes, some are kept
-    optimizer    factor (clip, scale), coverage, kept contractions, learning rate; conservation if audited
-    exit         contributions to the ledger, loss after if audited
+enter        validation gradients (unless reused), directions, audit or not
+microbatch   forward and backward under observation; contractions land in the probes, some are kept
+optimizer    factor (clip, scale), coverage, kept contractions, learning rate; conservation if audited
+exit         contributions to the ledger, loss after if audited
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def _wants_step(fn: Loss) -> bool:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return False
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(required) >= 2
 
 
@@ -122,9 +120,7 @@ class Validation:
                 points = loss.reshape(-1)
                 for j, point in enumerate(points):
                     last = j + 1 == len(points)
-                    found.append(
-                        list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
-                    )
+                    found.append(list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True)))
                     columns.append(Column(name, None if loss.dim() == 0 else j))
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]

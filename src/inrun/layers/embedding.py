@@ -17,7 +17,7 @@ class KeptRows(KeptFactors):
     def rows(self) -> Tensor | None:
         """Return the sorted distinct tokens of the batch where that is fewer than the table has rows."""
         tokens = self.saved[0]
-        return torch.unique(tokens) if tokens.numel() < 4 * self.module.num_embeddings else None
+        return torch.unique(tokens) if tokens.numel() < 4 * len(self.module.get_parameter("weight")) else None
 
     def contract_rows(self, rows: Tensor, v: Tensor) -> Tensor:
         """Contract with directions given only for ``rows``, ``[k, r, d]``."""
@@ -68,7 +68,7 @@ class EmbeddingRule(Rule):
         if padding is not None:
             b = b.masked_fill(padding.reshape(n, -1, 1), 0.0)
         index = tokens.reshape(n, -1, 1).expand_as(b)
-        return b.new_zeros(n, *module.weight.shape).scatter_add_(1, index, b)
+        return b.new_zeros(n, *module.get_parameter(name).shape).scatter_add_(1, index, b)
 
     def contract(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
         """Gather the direction's rows and contract."""

@@ -96,7 +96,7 @@ def contract_jvp(module: nn.Module, name: str, recorded: Recorded, b: list[Tenso
 
     scores = []
     for direction in v:
-        _, tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))
+        tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
         parts = [
             (tangent.reshape(n, -1) * grad.reshape(n, -1)).sum(1)
             for tangent, grad in zip(tangents, b, strict=True)
@@ -120,7 +120,7 @@ def sample_gradients_vmap(module: nn.Module, name: str, recorded: Recorded, b: l
             outs = recorded.replay(module, {name: value}, pytree.tree_unflatten(whole, structure))
             return tuple(out for out, grad in zip(outs, b, strict=True) if grad is not None)
 
-        outs, pull = torch.func.vjp(run, parameter)
+        outs, pull = torch.func.vjp(run, parameter)[:2]
         (g,) = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
         return g
 

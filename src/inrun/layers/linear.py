@@ -149,7 +149,8 @@ class LinearRule(Rule):
 
     def rows_are_classes(self, module: nn.Module, name: str) -> bool:
         """A weight with more than four outputs per input is taken for an output vocabulary."""
-        return name == "weight" and not self.transposed and module.weight.shape[0] > 4 * module.weight.shape[1]  # type: ignore[index, operator, union-attr]
+        rows, columns = module.get_parameter(name).shape if name == "weight" else (0, 1)
+        return not self.transposed and rows > 4 * columns
 
     def contract_rows(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
         """Project, output by output."""
@@ -213,9 +214,7 @@ class SharedLinear(torch.autograd.Function):
             grad_bias = bias_rows.sum(0)
             if "bias" in observer.names:
                 v = observer.direction("bias")
-                scores["bias"] = (
-                    observer.settle("bias", (a,), b) if v is None else observer.book("bias", bias_rows @ v.t())
-                )
+                scores["bias"] = observer.settle("bias", (a,), b) if v is None else observer.book("bias", bias_rows @ v.t())
         return (grad_a, grad_weight, grad_bias, None, None, *(scores.get(name) for name in observer.names))
 
 
@@ -234,7 +233,9 @@ def find_conv1d(module: nn.Module) -> Rule | None:
     """Recognise transformers' Conv1D by where it is defined, without importing transformers."""
     cls = type(module)
     defined = any(
-        b.__name__ == "Conv1D" and b.__module__ == "transformers.pytorch_utils" and b.forward is cls.forward
+        b.__name__ == "Conv1D"
+        and b.__module__ == "transformers.pytorch_utils"
+        and getattr(b, "forward", None) is cls.forward
         for b in cls.__mro__
     )
     return _conv1d if defined else None

@@ -6,7 +6,7 @@ are as small as the layer, so they are formed, and their sum over samples is the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class NormRule(Rule):
     """A normalisation with an elementwise ``weight`` (and ``bias``)."""
 
     label = "norm"
-    names = ("weight", "bias")
+    names: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     def normalise(self, module: Any, x: Tensor) -> Tensor:
         """Return x̂, computed as the module computes it."""
@@ -45,9 +45,7 @@ def settle_formed(observer: Observer, formed: dict[str, Tensor], saved: Saved, b
     scores: list[Tensor | None] = []
     for name in observer.names:
         v = observer.direction(name)
-        scores.append(
-            observer.settle(name, saved, b) if v is None else observer.book(name, dot_each(formed[name], v))
-        )
+        scores.append(observer.settle(name, saved, b) if v is None else observer.book(name, dot_each(formed[name], v)))
     return scores
 
 

@@ -81,8 +81,9 @@ class Rule:
         return KeptGradients(self.sample_gradient(module, name, saved, b, n))
 
     def shared_forward(self, module: nn.Module, args: tuple[Any, ...], observer: Observer, forced: bool) -> Tensor | None:
-        """Run the layer with a backward of our own; None where the rule has none for this call or, unless
-        ``forced``, where the project form costs less.
+        """Run the layer with a backward of our own, or return None.
+
+        None means that the rule has none for this call or, unless ``forced``, that the project form costs less.
         """
         return None
 

@@ -42,7 +42,7 @@ class AdamRule(UpdateRule):
     def _denominator(self, group: Group, state: State) -> Tensor:
         """Return √s + ε√(1−β₂ᵗ⁻¹), infinite where s = 0."""
         denominator = torch.sqrt(state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"])
-        torch.nn.functional.threshold_(denominator, 0.0, math.inf)
+        denominator = torch.threshold_(denominator, 0.0, math.inf)
         return denominator.add_(float(group["eps"]) * self._correction(group, state))
 
     def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:

@@ -1,0 +1,97 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from inrun.cli.main import cli
+from inrun.cli.text import printable
+
+SMALL = ["--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--vocab", "50", "--batch", "3", "--rounds", "1"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from inrun.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_bench_as_json(optimizer: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", *SMALL, "--optimizer", optimizer, "--slow-rounds", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    names = [r["name"] for r in data["results"]]
+    assert names[:2] == ["plain", "limit"]
+    assert {"one at a time", "torch.func vmap"} <= set(names)
+    assert any("shared" in n for n in names)
+    assert any("project" in n for n in names)
+    assert all(r["seconds"] > 0 and r["cpu_seconds"] > 0 and r["peak_bytes"] > 0 for r in data["results"])
+    assert data["results"][0]["relative"] == 1.0
+    assert data["shape"]["optimizer"] == optimizer
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_bench_of_a_transformers_model_as_a_table(model: str) -> None:
+    result = CliRunner().invoke(cli, ["bench", *SMALL, "--model", model, "--slow-rounds", "0"])
+    assert result.exit_code == 0, result.output
+    assert "of limit" in result.output
+    assert "peak memory" in result.output
+    assert "vmap" not in result.output
+
+
+def test_exit_codes_and_messages() -> None:
+    assert run("--version").returncode == 0
+    help_text = run("bench", "--help")
+    assert help_text.returncode == 0
+    assert "Examples" in help_text.stdout
+    for arguments, words in (
+        (["bench", "--width", "10", "--heads", "3"], "not a multiple"),
+        (["bench", "--optimizer", "lion"], "lion"),
+        (["bench", "--model", "nonsense"], "nonsense"),
+        (["bench", "--device", "cuda"], "no GPU"),
+        (["nothing"], "nothing"),
+    ):
+        result = run(*arguments)
+        assert result.returncode == 2, result
+        assert words in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_demo_finds_the_noise() -> None:
+    from inrun.training.demo import DemoConfig, run_demo
+
+    told = []
+    result = run_demo(DemoConfig(per_domain=48, noise=16, epochs=1), lambda *x: told.append(x))
+    assert told[-1][0] == told[-1][1] == result.steps
+    for name in ("docs", "code"):
+        domains = result.by_domain(name)
+        assert set(domains) == {"docs", "code", "tables", "noise"}
+        assert domains[name][1] > domains["noise"][1]
+        assert result.last_losses[name] < result.first_losses[name]
+
+
+def test_demo_prints_no_control_characters() -> None:
+    from inrun.cli.demo_story import as_data, print_story
+    from inrun.training.corpus import Sample
+    from inrun.training.demo import DemoResult
+
+    hostile = Sample("noise", "x", b"\x1b[31m[bold]red\x07\xff\xe2\x80\xaeevil")
+    result = DemoResult([hostile], {"docs": [-1.0]}, {"docs": 2.0}, {"docs": 1.0}, 1)
+    assert as_data(result)["domains"]["docs"]["noise"]["negative_share"] == 1.0
+    runner = CliRunner()
+    with runner.isolation() as streams:
+        print_story(result)
+        text = streams[0].getvalue().decode()
+    assert "[bold]red" in text
+    assert not any(c in text for c in "\x1b\x07\u202e")
+
+
+def test_printable() -> None:
+    assert printable("a\x00b\u202ec\nd", 10) == "a·b·c·d"
+    assert printable("abcdef", 4) == "abc…"
+    assert printable(b"\xff", 3) == "·"
