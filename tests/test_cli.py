@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from inrun.cli.main import cli
 from inrun.cli.text import printable
 
-SMALL = ["--width", "16", "--heads", "2", "--layers", "1", "--context", "8", "--vocab", "50", "--batch", "3", "--rounds", "1"]
+SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 50, "batch": 3, "rounds": 1}
+SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

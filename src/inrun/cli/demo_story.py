@@ -50,6 +50,10 @@ def print_story(result: DemoResult, extremes: int = 4) -> None:
     console.print(
         f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}."
     )
+    console.print(
+        "Adam's very first step is a sign step that no first-order score describes: the samples of that one batch stand out "
+        "although the warm-up keeps the step small."
+    )
     for name in result.scores:
         fell = f"{result.first_losses[name]:.2f} to {result.last_losses[name]:.2f}"
         table = Table(title=f"validation set '{name}': loss {fell}", title_justify="left")
