@@ -219,6 +219,21 @@ def test_state_dict_is_plain_data_and_resumes_the_phase() -> None:
         resumed.load_state_dict(state | {"update": "sgd"})
 
 
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_optimizer_state_loaded_after_attaching(kind: str) -> None:
+    """load_state_dict replaces the group dictionaries: the new learning rate must be the one that counts."""
+    model, optimizer, accountant = build(kind)
+    train_step(accountant, model, optimizer, batch(3, 0))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.005
+    optimizer.load_state_dict(state)
+    halved = train_step(accountant, model, optimizer, batch(3, 1)).contributions["validation"]
+    other, other_optimizer, other_accountant = build(kind)
+    train_step(other_accountant, other, other_optimizer, batch(3, 0))
+    full = train_step(other_accountant, other, other_optimizer, batch(3, 1)).contributions["validation"]
+    assert relative_error(2 * halved, full) < 1e-9
+
+
 def test_a_ledger_is_anything_with_write() -> None:
     records = []
 

@@ -111,7 +111,7 @@ class Accountant:
         self.device = self.scored[0].parameter.device
         double = any(s.parameter.dtype == torch.float64 for s in self.scored)
         self.probe_dtype = torch.float64 if double else torch.float32
-        self._groups = [(i, group) for i, o in enumerate(self.optimizers) for group in o.param_groups]
+        self.lane_count = sum(len(o.param_groups) for o in self.optimizers)
         self.watch = GradientWatch(self.scored, active=lambda: self.open_step is not None)
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
         self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
@@ -134,14 +134,10 @@ class Accountant:
 
     # What a step asks for
 
-    @property
-    def lane_count(self) -> int:
-        """Return the number of parameter groups over all optimizers."""
-        return len(self._groups)
-
     def lanes_of(self, optimizer: int) -> list[tuple[int, dict[str, Any]]]:
         """Return the lanes (position, group) of one optimizer."""
-        return [(lane, group) for lane, (index, group) in enumerate(self._groups) if index == optimizer]
+        first = sum(len(o.param_groups) for o in self.optimizers[:optimizer])
+        return list(enumerate(self.optimizers[optimizer].param_groups, first))
 
     def loss_scale(self, optimizer: int) -> float:
         """Return the scale that a fused optimizer divides out by itself (GradScaler hands it over), else 1."""
@@ -152,7 +148,7 @@ class Accountant:
         """Raise if the accountant was closed or its optimizers gained groups."""
         if self._closed:
             raise StepError("this accountant is closed; make a new one")
-        if sum(len(o.param_groups) for o in self.optimizers) != len(self._groups):
+        if sum(len(o.param_groups) for o in self.optimizers) != self.lane_count:
             raise OptimizerError("a parameter group was added after the Accountant was made; make a new one")
 
     def prepare_directions(self) -> tuple[list[Column], Tensor]:
@@ -201,7 +197,7 @@ class Accountant:
         ids = torch.cat([m.ids for m in step.microbatches])
         host = contributions.detach().to("cpu", torch.float32)
         totals = contributions.double().sum(0).cpu()
-        lr = [float(group["lr"]) for _, group in self._groups]
+        lr = float(self.optimizers[0].param_groups[0]["lr"])
         clip = tuple(step.settled.get(i, 1.0) for i in range(len(self.optimizers)))
         rows = [
             {
@@ -210,7 +206,7 @@ class Accountant:
                 "loss_before": float(losses[j]),
                 "loss_after": None if after is None else float(after[j]),
                 "data": None if step.skipped else float(totals[j]),
-                "lr": lr[0] if lr else 0.0,
+                "lr": lr,
                 "clip": clip[0],
                 "n_samples": len(ids),
                 "skipped": step.skipped,

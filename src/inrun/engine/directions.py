@@ -75,13 +75,18 @@ class Directions:
         """Whether no validation loss depends on this parameter, so that it scores 0."""
         return s.parameter not in self.raw
 
+    def used_gradient(self, s: Scored) -> Tensor:
+        """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
+        gradient, scale = s.parameter.grad, getattr(s.owner, "grad_scale", None)
+        assert gradient is not None
+        return gradient if scale is None else gradient / scale
+
     @torch.no_grad()
     def deferred(self, s: Scored, rows: Tensor | None) -> Tensor:
         """Make the direction from the gradient the optimizer is about to use, for all rows or some: ``[k, ...]``."""
         p = s.parameter
         state = self.optimizers[s.optimizer].state.get(p, {})
-        raw, grad, weight = self.raw[p], p.grad, p.detach()
-        assert grad is not None
+        raw, grad, weight = self.raw[p], self.used_gradient(s), p.detach()
         if rows is not None:
             raw, grad, weight = raw[:, rows], grad[rows], weight[rows]
             state = {k: x[rows] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
@@ -102,8 +107,7 @@ class Directions:
         rule, state = self.rules[s.optimizer], self.optimizers[s.optimizer].state.get(p, {})
         columns = slice(None, None, max(1, p.shape[1] // COLUMNS))
         some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
-        assert p.grad is not None
-        weight, grad = p.detach()[:, columns], p.grad[:, columns]
+        weight, grad = p.detach()[:, columns], self.used_gradient(s)[:, columns]
         frozen = torch.ones_like(weight).unsqueeze(0)
         scale = rule.frozen(frozen, weight, s.group, some)
         assert scale is not None

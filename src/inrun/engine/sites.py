@@ -19,12 +19,18 @@ class Scored:
 
     name: str
     parameter: nn.Parameter
-    #: Index of the optimizer, and the parameter group (live: its ``lr`` is read when the optimizer steps).
+    #: Index of the optimizer, and where it keeps its groups.
     optimizer: int
-    group: dict[str, Any]
+    owner: torch.optim.Optimizer
+    group_index: int
     #: Position of (optimizer, group) among all groups: contributions of one lane share one learning rate.
     lane: int
     uses: list[tuple[Site, str]] = field(default_factory=list)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Return the live parameter group (``load_state_dict`` puts new ones in place)."""
+        return self.owner.param_groups[self.group_index]
 
     @property
     def only_sparse(self) -> bool:
@@ -69,12 +75,12 @@ def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     found: dict[nn.Parameter, Scored] = {}
     lane = 0
     for index, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
+        for place, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if p in found:
                     raise ConfigurationError(f"parameter {found[p].name} is in two optimizers or groups")
                 if p in names and p.requires_grad:
-                    found[p] = Scored(names[p], p, index, group, lane)
+                    found[p] = Scored(names[p], p, index, optimizer, place, lane)
             lane += 1
     if not found:
         raise ConfigurationError(
