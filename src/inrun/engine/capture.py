@@ -79,7 +79,9 @@ class Call:
         if self.micro.audited:
             total = contributions.detach().double().sum(0)
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
-        return (contributions * direction.scale).to(self.probes[0].dtype)
+        if direction.scale != 1.0:
+            contributions = contributions * direction.scale
+        return contributions.to(self.probes[0].dtype)
 
     def rowwise(self, name: str) -> bool:
         """Whether this parameter's gain is corrected row by row when the optimizer steps."""

@@ -101,11 +101,11 @@ class Directions:
 
         A word that is rare has a tiny second moment until it occurs, and then a gradient a thousand times larger: the
         gain before the step is far too large for that row, and for no other. The factor is the ratio of the row's mean
-        secant gain to its mean frozen gain, over evenly spaced columns.
+        secant gain to its mean frozen gain, over the first columns.
         """
         p = s.parameter
         rule, state = self.rules[s.optimizer], self.optimizers[s.optimizer].state.get(p, {})
-        columns = slice(None, None, max(1, p.shape[1] // COLUMNS))
+        columns = slice(COLUMNS)
         some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
         weight, grad = p.detach()[:, columns], self.used_gradient(s)[:, columns]
         frozen = torch.ones_like(weight).unsqueeze(0)

@@ -17,7 +17,7 @@ class KeptRows(KeptFactors):
     def rows(self) -> Tensor | None:
         """Return the sorted distinct tokens of the batch where that is fewer than the table has rows."""
         tokens = self.saved[0]
-        return torch.unique(tokens) if tokens.numel() < 4 * len(self.module.get_parameter("weight")) else None
+        return torch.unique(tokens) if tokens.numel() < len(self.module.get_parameter("weight")) else None
 
     def contract_rows(self, rows: Tensor, v: Tensor) -> Tensor:
         """Contract with directions given only for ``rows``, ``[k, r, d]``."""

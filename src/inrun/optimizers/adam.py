@@ -66,27 +66,34 @@ class AdamRule(UpdateRule):
         beta1, beta2 = (float(b) for b in group["betas"])
         t = float(state["step"]) + 1.0 if "step" in state else 1.0
         correction1, correction2 = 1.0 - beta1**t, 1.0 - beta2**t
-        sign = -1.0 if group["maximize"] else 1.0
-        eps = float(group["eps"])
-        zero = torch.zeros_like(gradient)
+        entering = (1.0 - beta2) / correction2
+        sign, eps = -1.0 if group["maximize"] else 1.0, float(group["eps"])
+        zero = gradient.new_zeros(()).expand_as(gradient)
         first, second = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
+        z1 = -gradient if group["maximize"] else gradient
         coupled = float(group["weight_decay"]) != 0.0 and not group.get("decoupled_weight_decay", self.decoupled)
-        z0 = parameter * float(group["weight_decay"]) if coupled else zero
-        z1 = z0 + sign * gradient
-        q0, q1 = beta2 * second + (1 - beta2) * z0 * z0, beta2 * second + (1 - beta2) * z1 * z1
-        slope = (1 - beta2) * (z0 + z1)
+        if coupled:
+            z0 = parameter * float(group["weight_decay"])
+            z1 = z0 + z1
+            held, slope = beta1 * first + (1.0 - beta1) * z0, entering * (z0 + z1)
+            q0 = torch.addcmul(second * (beta2 / correction2), z0, z0, value=entering)
+            q1 = torch.addcmul(second * (beta2 / correction2), z1, z1, value=entering)
+        else:
+            held, slope = beta1 * first, entering * z1
+            q0 = second * (beta2 / correction2)
+            q1 = torch.addcmul(q0, z1, z1, value=entering)
         if group["amsgrad"]:
-            largest = state.get("max_exp_avg_sq", zero)
-            slope = _slope_above(largest, q0, q1, slope, z1 - z0)
+            largest = state.get("max_exp_avg_sq", zero) / correction2
+            slope = _slope_above(largest, q0, q1, slope, z1 - z0 if coupled else z1)
             q0, q1 = torch.maximum(q0, largest), torch.maximum(q1, largest)
-        r0, r1 = torch.sqrt(q0 / correction2), torch.sqrt(q1 / correction2)
-        d0, d1 = r0 + eps, r1 + eps
-        entering = (1 - beta1) / d1
+        r0, r1 = q0.sqrt_(), q1.sqrt_()
         both = r0 + r1
-        drag = (beta1 * first + (1 - beta1) * z0) * slope / correction2 / (both * d0 * d1)
-        gain = sign * (entering - drag) / correction1
+        d0, d1 = r0.add_(eps), r1.add_(eps)
         # Both moments 0 and no gradient: nothing moves, whatever the samples' gradients that cancelled.
-        return torch.where(both > 0, gain, zero)
+        moves = both > 0
+        drag = held.mul(slope).div_(both.mul_(d0))
+        gain = drag.neg_().add_(1.0 - beta1).div_(d1).mul_(sign / correction1)
+        return torch.where(moves, gain, 0.0)
 
 
 @register(torch.optim.AdamW)
