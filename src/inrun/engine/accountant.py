@@ -20,12 +20,14 @@ from inrun.engine.sites import find_sites, scored_parameters
 from inrun.engine.step import Account, Step, StepResult
 from inrun.engine.validation import Column, Loss, Validation
 from inrun.engine.watch import GradientWatch
-from inrun.errors import ConfigurationError, LedgerError, OptimizerError, StepError
+from inrun.errors import ConfigurationError, CoverageError, LedgerError, OptimizerError, StepError
 from inrun.ledger import LedgerWriter, MemoryLedger, StepRecord
 from inrun.methods import find_method, resolve_update
 from inrun.optimizers import find_update, plain
 
 log = logging.getLogger("inrun")
+#: Models that have an accountant.
+_attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 class Accountant:
@@ -84,7 +86,7 @@ class Accountant:
             raise LedgerError("ledgers on disk are not part of this version; pass None or an object with write(record)")
         if ledger is not None and not callable(getattr(ledger, "write", None)):
             raise LedgerError(f"ledger is {type(ledger).__name__}; it needs a method write(record)")
-        if getattr(model, "_inrun_accountant", lambda: None)() is not None:
+        if model in _attached:
             raise ConfigurationError("this model already has an accountant; close() it before making another")
         self.method = find_method(method)
         self.update = resolve_update(update, self.method)
@@ -99,6 +101,10 @@ class Accountant:
         self.scored = list(by_parameter.values())
         sites = find_sites(model, by_parameter)
         self.directions = Directions(self.scored, rules, self.optimizers, keep_raw=refresh > 1)
+        in_groups = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        self._foreign = in_groups - set(by_parameter)
+        if self._foreign:
+            log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self._foreign))
         self.audits = Schedule(audit_every)
         self.ledger: LedgerWriter = MemoryLedger() if ledger is None else ledger
         self.steps_done = 0
@@ -115,7 +121,7 @@ class Accountant:
         self.watch = GradientWatch(self.scored, active=lambda: self.open_step is not None)
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
         self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
-        object.__setattr__(model, "_inrun_accountant", weakref.ref(self))
+        _attached[model] = None
         self._tell_fallbacks()
 
     def _tell_fallbacks(self) -> None:
@@ -150,6 +156,12 @@ class Accountant:
             raise StepError("this accountant is closed; make a new one")
         if sum(len(o.param_groups) for o in self.optimizers) != self.lane_count:
             raise OptimizerError("a parameter group was added after the Accountant was made; make a new one")
+        trainable = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        known = {s.parameter for s in self.scored} | self._foreign
+        if trainable != known:
+            names = {p: n for n, p in self.model.named_parameters()}
+            changed = ", ".join(sorted(names.get(p, "?") for p in trainable ^ known))
+            raise CoverageError(f"{changed} was frozen or unfrozen after the Accountant was made; make a new one")
 
     def prepare_directions(self) -> tuple[list[Column], Tensor]:
         """Take validation gradients (or reuse them) and make this step's directions."""
@@ -160,10 +172,12 @@ class Accountant:
             self._fresh, self._fresh_since = (gradients.columns, gradients.losses), self.steps_done
         with torch.no_grad():
             self.directions.prepare()
+        columns, losses = self._fresh
         if not self.directions.keep_raw:
-            fresh, self._fresh = self._fresh, None
-            return fresh
-        return self._fresh
+            self._fresh = None
+        elif self._fresh_since != self.steps_done and self.audits.due(self.steps_done):
+            losses = self.validation.losses(self.steps_done)  # the books need this step's loss, not that of the gradient
+        return columns, losses
 
     def _before_step(self, index: int) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -197,7 +211,6 @@ class Accountant:
         ids = torch.cat([m.ids for m in step.microbatches])
         host = contributions.detach().to("cpu", torch.float32)
         totals = contributions.double().sum(0).cpu()
-        lr = float(self.optimizers[0].param_groups[0]["lr"])
         clip = tuple(step.settled.get(i, 1.0) for i in range(len(self.optimizers)))
         rows = [
             {
@@ -206,7 +219,7 @@ class Accountant:
                 "loss_before": float(losses[j]),
                 "loss_after": None if after is None else float(after[j]),
                 "data": None if step.skipped else float(totals[j]),
-                "lr": lr,
+                "lr": step.lr,
                 "clip": clip[0],
                 "n_samples": len(ids),
                 "skipped": step.skipped,
@@ -302,7 +315,7 @@ class Accountant:
         for hook in self._hooks:
             hook.remove()
         self.directions.forget()
-        self.model.__dict__.pop("_inrun_accountant", None)
+        _attached.pop(self.model, None)
 
     def __enter__(self) -> Accountant:
         """Return the accountant."""

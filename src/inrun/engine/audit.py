@@ -39,19 +39,22 @@ def inner(gradient: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return products.double(), scale.double()
 
 
-def precision_of(s: Scored) -> float:
+def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
     """Return the machine precision in which a parameter's gradient is computed."""
-    own = torch.finfo(s.parameter.dtype).eps
+    own = max(torch.finfo(s.parameter.dtype).eps, torch.finfo(coarse).eps if coarse else 0.0)
     exact = all(site.rule.exact for site, _ in s.uses)
     return own if exact else max(own, torch.finfo(torch.float32).eps)
 
 
-def check_balances(balances: list[Balance], n: int, step: int) -> None:
-    """Raise ConservationError naming the parameters whose contributions do not add up."""
+def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any, torch.dtype]) -> None:
+    """Raise ConservationError naming the parameters whose contributions do not add up.
+
+    ``coarse`` tells the parameters whose gradient came through tensors of a lower precision than their own.
+    """
     if not balances:
         return
     off = torch.stack([(b.contributed - b.expected).abs().max() for b in balances]).cpu()
-    eps = torch.tensor([precision_of(b.scored) for b in balances], dtype=torch.float64)
+    eps = torch.tensor([precision_of(b.scored, coarse.get(b.scored.parameter)) for b in balances], dtype=torch.float64)
     scale = torch.stack([b.scale.max() for b in balances]).cpu()
     # The floor: a gradient that cancels to rounding noise (key biases in attention) has a scale that is noise too.
     allowed = TOLERANCE * eps * ((n**0.5) * scale + 1e-3 * scale.max())

@@ -41,9 +41,16 @@ class Microbatch:
     probes: list[Tensor]
     audited: bool
     pending: list[Pending] = field(default_factory=list)
-    covered: set[nn.Parameter] = field(default_factory=set)
+    #: Parameters contracted in the backward that is running, until their gradient arrives (shared with the watch).
+    contracted: set[nn.Parameter] = field(default_factory=set)
+    #: Parameters whose gradient came through tensors of less than single precision.
+    coarse: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
     #: On audited steps: Σ_n ⟨g_n, v⟩ per parameter, ``[k]``, of contractions inside the backward.
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find the nodes that add to the probes' gradients."""
+        self.accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.probes]  # type: ignore[union-attr]
 
     @property
     def n(self) -> int:
@@ -61,6 +68,22 @@ class Call:
         scored = {k: s for k, s in site.scored.items() if not micro.directions.is_zero(s)}
         self.names = tuple(scored)
         self.probes = tuple(micro.probes[s.lane] for s in scored.values())
+        self.lanes = {name: s.lane for name, s in scored.items()}
+
+    def live(self, name: str) -> bool:
+        """Whether the running backward adds to the probes, as it does to ``.grad``.
+
+        ``torch.autograd.grad`` and ``backward(inputs=...)`` do not: what flows there trains nothing, or cannot be scored.
+        """
+        return torch._C._will_engine_execute_node(self.micro.accumulators[self.lanes[name]])
+
+    def _note(self, name: str, b: Any) -> Scored:
+        s = self.site.scored[name]
+        self.micro.contracted.add(s.parameter)
+        for x in b if isinstance(b, list) else [b]:
+            if isinstance(x, Tensor) and x.dtype.itemsize < 4:
+                self.micro.coarse[s.parameter] = x.dtype
+        return s
 
     def _stream(self, name: str) -> Direction | None:
         return self.micro.directions.stream(self.site.scored[name], self.site.rule.sparse)
@@ -74,8 +97,9 @@ class Call:
         """Note the contraction and scale it for the probe."""
         direction = self._stream(name)
         assert direction is not None
-        s = self.site.scored[name]
-        self.micro.covered.add(s.parameter)
+        if not self.live(name):
+            return torch.zeros_like(self.micro.probes[self.lanes[name]])
+        s = self._note(name, None)
         if self.micro.audited:
             total = contributions.detach().double().sum(0)
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
@@ -91,9 +115,11 @@ class Call:
 
     def keep_rows(self, name: str, sums: Tensor) -> None:
         """Keep a row-by-row contraction."""
-        s, direction = self.site.scored[name], self._stream(name)
+        direction = self._stream(name)
         assert direction is not None
-        self.micro.covered.add(s.parameter)
+        if not self.live(name):
+            return
+        s = self._note(name, None)
         if self.micro.audited:
             total = sums.double().sum((0, 2))
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
@@ -101,11 +127,12 @@ class Call:
 
     def settle(self, name: str, saved: tuple[Any, ...], b: Any) -> Tensor | None:
         """Contract by the rule's project form, or keep for later."""
-        rule, module, s = self.site.rule, self.site.module, self.site.scored[name]
+        if not self.live(name):
+            return None
+        rule, module, s = self.site.rule, self.site.module, self._note(name, b)
         direction = self._stream(name)
         with self.capture.paused():
             if direction is None:
-                self.micro.covered.add(s.parameter)
                 self.micro.pending.append(Pending(s, rule.keep(module, name, saved, b, self.n)))
                 return None
             if self.rowwise(name):
@@ -123,14 +150,15 @@ class OutputTap(torch.autograd.Function):
         ctx.call, ctx.saved, ctx.count = call, saved, count
         ctx.shapes = [x.shape for x in tensors[:count]]
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in tensors[:count])
+        # Copies: an in-place activation may follow, and some operations keep their own output for their backward.
+        return tuple(x.clone() for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Refuse gradient through outputs without rows; contract the rest."""
         call, n = ctx.call, ctx.call.n
-        for b, shape in zip(grads, ctx.shapes, strict=True):
-            if b is not None and (len(shape) == 0 or shape[0] % n):
+        for index, (b, shape) in enumerate(zip(grads, ctx.shapes, strict=True)):
+            if b is not None and (len(shape) == 0 or shape[0] % n or index in call.site.shared_outputs):
                 names = ", ".join(s.name for s in call.site.scored.values())
                 raise CoverageError(
                     f"{names} cannot be scored: {_title(call.site)} has no rule, and gradient flows through its output "

@@ -53,6 +53,8 @@ class Site:
     scored: dict[str, Scored]
     original: Callable[..., Any]
     forms: set[str] = field(default_factory=set)
+    #: Outputs of a module without a rule that no sample moves: they belong to all samples at once.
+    shared_outputs: set[int] = field(default_factory=set)
 
     @property
     def is_fallback(self) -> bool:

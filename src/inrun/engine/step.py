@@ -77,6 +77,8 @@ class Step:
         self.contributions: list[Tensor] = []
         self.balances: dict[nn.Parameter, Balance] = {}
         self.kept_bytes = 0
+        self.broken = False
+        self.lr: float | None = None
 
     def __enter__(self) -> Step:
         """Take the validation gradients and begin to observe."""
@@ -119,6 +121,9 @@ class Step:
         self._open(check_ids(ids))
         try:
             yield
+        except BaseException:
+            self.broken = True
+            raise
         finally:
             self.accountant.capture.micro = None
         self._check_coverage()
@@ -132,7 +137,7 @@ class Step:
             torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True)
             for _ in range(a.lane_count)
         ]
-        micro = Microbatch(ids, a.directions, probes, self.audited)
+        micro = Microbatch(ids, a.directions, probes, self.audited, contracted=a.watch.contracted)
         self.microbatches.append(micro)
         self.contributions.append(torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device))
         a.capture.micro = micro
@@ -145,17 +150,12 @@ class Step:
     def _check_coverage(self) -> None:
         """Raise if a parameter received gradient that no rule contracted."""
         a = self.accountant
-        covered = set().union(*(m.covered for m in self.microbatches))
-        missed = [
-            s.name
-            for s in a.scored
-            if s.parameter in a.watch.seen and s.parameter not in covered and not a.directions.is_zero(s)
-        ]
+        missed = [s.name for s in a.scored if s.parameter in a.watch.missed and not a.directions.is_zero(s)]
         if missed:
             raise CoverageError(
                 f"{', '.join(missed)} received gradient, but no observed module used it in this step; its scores would be "
                 "missing. Usual causes: the weight is multiplied without calling its module, the backward belongs to a "
-                "forward outside the step, or the model was changed after the Accountant was made."
+                "forward outside the step or of backward(inputs=...), or the model was changed after the Accountant was made."
             )
 
     @torch.no_grad()
@@ -167,9 +167,15 @@ class Step:
         mine = [s for s in a.scored if s.optimizer == optimizer]
         if not any(s.parameter in a.watch.seen for s in mine):
             raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
+        if self.broken:
+            raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
         self._check_coverage()
+        a.watch.check_history()
+        if self.lr is None:
+            self.lr = float(a.optimizers[0].param_groups[0]["lr"])
         factor = a.watch.factor(mine) / a.loss_scale(optimizer)
         self.settled[optimizer] = factor
+        a.watch.settled = True
         a.capture.micro = None
         for micro, total in zip(self.microbatches, self.contributions, strict=True):
             for lane, group in a.lanes_of(optimizer):
@@ -224,8 +230,7 @@ class Step:
             micro = self.microbatches[0]
             micro.sums[s.parameter] = micro.sums.get(s.parameter, 0) + total
         else:
-            gradient = s.parameter.grad
-            assert gradient is not None
+            gradient = a.directions.used_gradient(s)
             expected, scale = inner(gradient if rows is None else gradient[rows], v)
             self.balances[s.parameter] = Balance(s, contributed * factor, expected, scale)
         a.audits.spent(time.perf_counter() - began)
@@ -236,16 +241,18 @@ class Step:
             sums = [m.sums[s.parameter] for m in self.microbatches if s.parameter in m.sums]
             if direction is None or not sums or s.parameter.grad is None:
                 continue
-            expected, scale = inner(s.parameter.grad, direction.v)
+            expected, scale = inner(self.accountant.directions.used_gradient(s), direction.v)
             self.balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
         rows = sum(m.n for m in self.microbatches)
         norms = [self.accountant.watch.seen[s.parameter].norm for s in mine if s.parameter in self.accountant.watch.seen]
         if self.skipped is None and bool(torch.isfinite(torch.stack(norms)).all()):
-            check_balances(list(self.balances.values()), rows, self.accountant.steps_done)
+            coarse = {p: d for m in self.microbatches for p, d in m.coarse.items()}
+            check_balances(list(self.balances.values()), rows, self.accountant.steps_done, coarse)
 
     def _finish(self) -> None:
         a = self.accountant
         self._check_coverage()
+        a.watch.check_history()
         if not self.microbatches:
             raise StepError("the step had no microbatch: give ids to step(), or open step.microbatch(ids)")
         stepped = set(self.settled)

@@ -39,6 +39,17 @@ class Gradients:
     raw: list[Tensor | None]
 
 
+def _separate(raw: list[Tensor | None]) -> None:
+    """Give every gradient memory of its own: autograd hands the same tensor to both terms of a sum."""
+    seen: set[int] = set()
+    for i, g in enumerate(raw):
+        if g is not None:
+            address = g.untyped_storage().data_ptr()
+            if address in seen:
+                raw[i] = g.clone()
+            seen.add(address)
+
+
 def _wants_step(fn: Loss) -> bool:
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -124,6 +135,7 @@ class Validation:
                     columns.append(Column(name, None if loss.dim() == 0 else j))
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
+        _separate(raw)
         return Gradients(columns, torch.cat(losses), raw)
 
     def _stack(self, index: int, grads: list[Tensor | None]) -> Tensor | None:

@@ -1,8 +1,7 @@
 """Watches ``.grad`` from the backward to the optimizer's step: who got gradient, and what was done to it.
 
 Norm clipping, loss scaling and division by accumulation steps multiply the whole gradient by one number, which is
-told apart from anything else by the norms of the single tensors: one factor changes all by the same ratio, to rounding.
-Conservation (``audit``) compares single directions besides. No gradient is copied.
+told apart from anything else by the norms of the single tensors and a few of their entries. No gradient is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.sites import Scored
-from inrun.errors import OptimizerError
+from inrun.errors import OptimizerError, StepError
+
+
+SKETCH = 8
 
 
 @dataclass
@@ -24,10 +26,21 @@ class Seen:
     gradient: Tensor
     version: int
     norm: Tensor
+    sketch: Tensor
 
-    def untouched(self, gradient: Tensor | None) -> bool:
-        """Whether this very tensor is still there and nobody wrote to it."""
-        return gradient is self.gradient and gradient._version == self.version
+    def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
+        """Whether this very tensor is still there and was written to just so often."""
+        return gradient is self.gradient and gradient._version == self.version + writes
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the norm in single precision at least."""
+    return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+
+
+def sketch_of(gradient: Tensor) -> Tensor:
+    """Return a copy of the first entries: they tell a sign, which norms do not."""
+    return gradient.reshape(-1)[:SKETCH].clone()
 
 
 class GradientWatch:
@@ -35,8 +48,10 @@ class GradientWatch:
 
     def __init__(self, scored: list[Scored], active: Callable[[], bool]) -> None:
         """Attach; gradients are noted while ``active()``."""
-        self.seen: dict[nn.Parameter, Seen] = {}
+        self.names = {s.parameter: s.name for s in scored}
         self.active = active
+        self.contracted: set[nn.Parameter] = set()
+        self.reset()
         self.handles = [s.parameter.register_post_accumulate_grad_hook(self._note) for s in scored]
 
     @torch.no_grad()
@@ -45,11 +60,36 @@ class GradientWatch:
         if not self.active() or gradient is None:
             return
         assert isinstance(parameter, nn.Parameter)
-        self.seen[parameter] = Seen(gradient, gradient._version, torch.linalg.vector_norm(gradient))
+        if parameter not in self.contracted:
+            self.missed.add(parameter)
+        self.contracted.discard(parameter)
+        before = self.seen.get(parameter)
+        if before is not None and not before.untouched(gradient, writes=1):
+            self.disturbed.add(parameter)
+        if self.settled:
+            self.late.add(parameter)
+        self.seen[parameter] = Seen(gradient, gradient._version, norm_of(gradient), sketch_of(gradient))
 
     def reset(self) -> None:
         """Forget the step."""
-        self.seen = {}
+        self.seen: dict[nn.Parameter, Seen] = {}
+        #: Parameters that got gradient no rule contracted; whose gradient was changed between two backwards; that got
+        #: gradient after an optimizer had stepped.
+        self.missed: set[nn.Parameter] = set()
+        self.disturbed: set[nn.Parameter] = set()
+        self.late: set[nn.Parameter] = set()
+        self.settled = False
+        self.contracted.clear()
+
+    def check_history(self) -> None:
+        """Raise if the gradient did not grow by backwards alone."""
+        for found, what in (
+            (self.disturbed, "was reset or changed between two backwards of one step"),
+            (self.late, "received more gradient after an optimizer had stepped"),
+        ):
+            if found:
+                names = ", ".join(sorted(self.names[p] for p in found)[:5])
+                raise StepError(f"{names} {what}; what was scored is not what the optimizer uses. Open a new step instead.")
 
     def close(self) -> None:
         """Detach the hooks."""
@@ -71,14 +111,20 @@ class GradientWatch:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
         before = torch.stack([note.norm.double() for _, note in seen])
         grads = [s.parameter.grad for s, _ in seen if s.parameter.grad is not None]
-        after = torch.stack([torch.linalg.vector_norm(g).double() for g in grads])
+        after = torch.stack([norm_of(g).double() for g in grads])
         b, a = torch.stack([before, after]).cpu()
         total = b.norm()
         if not torch.isfinite(total) or total == 0:
             return 1.0  # non-finite gradients are dealt with by the step; of zeros any factor is true
         c = float(a.norm() / total)
         eps = max(torch.finfo(g.dtype).eps for g in grads)
-        off = (a - c * b).abs() > 64 * eps * c * b + 1e-30
+        tolerance = (4 if eps > 1e-5 else 64) * eps
+        off = (a - c * b).abs() > tolerance * c * b + 1e-30
+        turned = torch.stack(
+            [(sketch_of(g).double() - c * note.sketch.double()).norm() for g, (_, note) in zip(grads, seen, strict=True)]
+        ).cpu()
+        first = torch.stack([note.sketch.double().norm() for _, note in seen]).cpu()
+        off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
         bad = torch.nonzero(off).flatten().tolist()
         if bad:
             names = ", ".join(seen[i][0].name for i in bad[:5])

@@ -64,6 +64,8 @@ class LayerNormRule(NormRule):
         (x,) = args
         if module.weight is None or x.dtype != module.weight.dtype or len(module.normalized_shape) != 1:
             return None
+        if x.dtype not in (torch.float32, torch.float64):
+            return None
         out: Tensor = SharedLayerNorm.apply(x, module.weight, module.bias, module.eps, observer, *observer.probes)
         return out
 

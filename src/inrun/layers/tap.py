@@ -43,6 +43,12 @@ class Observer(Protocol):
         ...
 
 
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return what was saved, in order; raises if a tensor was modified in place since."""
+    tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+    return tuple(next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor)
+
+
 class Tap(torch.autograd.Function):
     """The identity on a layer's output; its backward contracts (the *project* form).
 
@@ -56,15 +62,15 @@ class Tap(torch.autograd.Function):
         ctx.is_tensor = [isinstance(x, Tensor) for x in saved]
         ctx.others = [x for x in saved if not isinstance(x, Tensor)]
         ctx.save_for_backward(*[x for x in saved if isinstance(x, Tensor)])
-        return out.view_as(out)
+        # The same tensor, so that an in-place activation may follow.
+        ctx.mark_dirty(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Pass the gradient on; return ⟨g_n, v⟩ for the probes."""
         (b,) = grads
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        saved = tuple(next(tensors) if is_tensor else next(others) for is_tensor in ctx.is_tensor)
-        observer = ctx.observer
+        saved, observer = _saved(ctx), ctx.observer
         return (b, None, None, *(observer.settle(name, saved, b) for name in observer.names))
 
 
@@ -78,7 +84,10 @@ class ExpandTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, batched: bool, observer: Observer, saved: Any, *probes: Tensor) -> Tensor:
         """Expand ``out``; ``batched`` tells that its leading dimension is a batch of one."""
-        ctx.observer, ctx.saved, ctx.batched = observer, saved, batched
+        ctx.observer, ctx.batched = observer, batched
+        ctx.is_tensor = [isinstance(x, Tensor) for x in saved]
+        ctx.others = [x for x in saved if not isinstance(x, Tensor)]
+        ctx.save_for_backward(*[x for x in saved if isinstance(x, Tensor)])
         return (out if batched else out.unsqueeze(0)).expand(observer.n, *out.shape[1 if batched else 0 :])
 
     @staticmethod
@@ -90,7 +99,7 @@ class ExpandTap(torch.autograd.Function):
             (x if ctx.batched else x.unsqueeze(0)).expand(n, *x.shape[1 if ctx.batched else 0 :])
             if isinstance(x, Tensor)
             else x
-            for x in ctx.saved
+            for x in _saved(ctx)
         )
         scores = [observer.settle(name, whole, b) for name in observer.names]
         return (b.sum(0, keepdim=ctx.batched), None, None, None, *scores)

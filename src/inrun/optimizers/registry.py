@@ -6,6 +6,7 @@ of sample n is δ_n = −lr · gain ∘ g_n and its contribution lr · ⟨g_n, g
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -91,8 +92,7 @@ plain = PlainRule()
 
 def _update_of(cls: type) -> Any:
     """Return the class's ``step`` as it was written (torch wraps it for profiling when an optimizer is made)."""
-    step = cls.step  # type: ignore[attr-defined]
-    return getattr(step, "__wrapped__", step)
+    return inspect.unwrap(cls.step)  # type: ignore[attr-defined]
 
 
 def find_update(optimizer: torch.optim.Optimizer) -> UpdateRule:
