@@ -171,7 +171,7 @@ class Accountant:
             self.directions.set_raw(gradients.raw)
             self._fresh, self._fresh_since = (gradients.columns, gradients.losses), self.steps_done
         with torch.no_grad():
-            self.directions.prepare()
+            self.directions.prepare(count=self.audits.due(self.steps_done))
         columns, losses = self._fresh
         if not self.directions.keep_raw:
             self._fresh = None
@@ -364,4 +364,5 @@ def _result(
         clip=clip,
         audited=step.audited,
         kept_bytes=step.kept_bytes,
+        zero_gains=accountant.directions.zero_gains,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from inrun.optimizers import UpdateRule
 
 #: Columns from which the factor of a row is taken.
 COLUMNS = 32
+#: Steps in which parameters are looked at for history at every step; later only when audited.
+EARLY = 20
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Directions:
         self.scored, self.rules, self.optimizers, self.keep_raw = scored, rules, optimizers, keep_raw
         self.raw: dict[nn.Parameter, Tensor] = {}
         self.streaming: dict[nn.Parameter, Direction] = {}
+        self.zero_gains = 0
 
     def forget(self) -> None:
         """Free the gradients of the last step before new ones are made."""
@@ -41,9 +45,17 @@ class Directions:
         """Take new validation gradients, one per scored parameter."""
         self.raw = {s.parameter: g for s, g in zip(self.scored, raw, strict=True) if g is not None}
 
-    def prepare(self) -> None:
-        """Make the directions that are known before the backward."""
-        self.streaming = {}
+    def _blank(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> bool:
+        """Whether a parameter never had a gradient (LoRA's A while B is 0): it must wait for the real one, like a new one."""
+        if not count and float(state.get("step", 0)) > EARLY:
+            return False
+        missing = rule.without_history(state)
+        self.zero_gains += missing
+        return missing == s.parameter.numel()
+
+    def prepare(self, count: bool) -> None:
+        """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
+        self.streaming, self.zero_gains = {}, 0
         for s in self.scored:
             raw = self.raw.get(s.parameter)
             if raw is None:
@@ -54,7 +66,7 @@ class Directions:
                 factor = rule.frozen(raw, s.parameter, s.group, state)
                 assert factor is not None
                 self.streaming[s.parameter] = Direction(raw, factor)
-            elif not s.only_sparse:
+            elif not s.only_sparse and not self._blank(s, rule, state, count):
                 # A table that is also a head needs its raw gradient again when the optimizer steps.
                 spare = self.keep_raw or (s.some_sparse and not rule.can_thaw(state))
                 v = raw.clone() if spare else raw

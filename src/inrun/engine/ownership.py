@@ -38,9 +38,12 @@ def pattern_of(shape: torch.Size, n: int) -> Pattern:
 class Entry:
     """One observed call: the shape of its leading tensor and one fingerprint per leading row."""
 
-    site: Site
+    #: None for an output of the model itself.
+    site: Site | None
     shape: torch.Size
     rows: Tensor
+    #: Which output of a module without a rule this is; None for an input.
+    output: int | None = None
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -63,9 +66,9 @@ class Recorder:
         """Run the module and note what it was given (for a module without a rule: what it returned)."""
         if site.is_fallback:
             out = site.original(*args, **kwargs)
-            for x in float_tensors(out):
+            for index, x in enumerate(float_tensors(out)):
                 if x.dim() > 0:
-                    self.entries.append(Entry(site, x.shape, fingerprint(x)))
+                    self.entries.append(Entry(site, x.shape, fingerprint(x), index))
             return out
         lead = site.lead(args, kwargs)
         if lead is None or lead.dim() == 0:
@@ -127,8 +130,8 @@ class Ownership:
             self.verified_sites.update((s, True) for s in self.capture.sites)
         return found
 
-    def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[list[Entry], list[torch.Size]]:
-        """Run the model's forward without gradient or trace."""
+    def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[list[Entry], list[Entry]]:
+        """Run the model's forward without gradient or trace; return its observed calls and its outputs."""
         capture = self.capture
         micro, root = capture.micro, capture.root_call
         capture.recorder, capture.micro = recorder, None
@@ -143,36 +146,43 @@ class Ownership:
                 out = self.forward(*args, **kwargs)
         finally:
             capture.recorder, capture.micro, capture.root_call = None, micro, root
-        return recorder.entries, [x.shape for x in float_tensors(out)]
+        outputs = [Entry(None, x.shape, fingerprint(x) if x.dim() else x.new_zeros(0)) for x in float_tensors(out)]
+        return recorder.entries, outputs
 
     def _examine(self, n: int, root: Arguments) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
         """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen."""
-        base, shapes = self._record(root, Recorder())
-        other = exchange_sample(root, n)
-        moved_entries = base if other is None else self._record(other, Recorder())[0]
-        if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
-            raise RowOwnershipError(
-                "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
-            )
-        layouts: list[Layout | None] = []
-        for before, after in zip(base, moved_entries, strict=True):
-            layouts.append(classify(before, moved_rows(before.rows, after.rows), n))
+        base, outputs = self._record(root, Recorder())
+        layouts: list[Layout | None] = [None] * len(base)
+        seen = False
+        for sample in sorted({0, n // 2, n - 1}):
+            other = exchange_sample(root, n, sample)
+            if other is None:
+                continue
+            seen = True
+            moved_entries, _ = self._record(other, Recorder())
+            if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
+                raise RowOwnershipError(
+                    "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
+                )
+            for i, (before, after) in enumerate(zip(base, moved_entries, strict=True)):
+                layouts[i] = classify(before, moved_rows(before.rows, after.rows), n, sample) or layouts[i]
         known_rows = [i for i, x in enumerate(layouts) if x is not None]
         for i, entry in enumerate(base):
             if layouts[i] is None:
-                layouts[i] = self._constant_layout(i, entry, n, root, base, known_rows, layouts)
+                layouts[i] = self._constant_layout(i, entry, n, root, (base, outputs), known_rows, seen)
         free = {i for i, x in enumerate(layouts) if x == "free"}
         if free:
-            self._check_expansion(free, n, root, base, shapes)
+            self._check_expansion(free, n, root, base, outputs)
         found: dict[tuple[Site, Pattern, int], Layout] = {}
         for entry, layout in zip(base, layouts, strict=True):
             assert layout is not None
+            assert entry.site is not None
             key = (entry.site, pattern_of(entry.shape, n), min(n, 2))
             if found.setdefault(key, layout) != layout:
                 raise RowOwnershipError(f"{entry.site.name} is called with rows laid out in two ways in one forward")
-        if other is None:
+        if not seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
-        return found, other is not None
+        return found, seen
 
     def _constant_layout(
         self,
@@ -180,38 +190,48 @@ class Ownership:
         entry: Entry,
         n: int,
         root: Arguments,
-        base: list[Entry],
+        plain: tuple[list[Entry], list[Entry]],
         known: list[int],
-        layouts: list[Layout | None],
+        seen: bool,
     ) -> Layout:
         """Decide about an input that no sample moves: disturb one row of the output and see whose rows move.
 
         Position indices of shape [t] with t = n look like one row per sample; a disturbed position moves all samples.
         """
-        if entry.site.is_fallback:
+        assert entry.site is not None
+        if entry.output is not None:
+            if seen:  # refused when gradient comes through it
+                entry.site.shared_outputs.add(entry.output)
             return "rows"
         if entry.shape[0] != n:
             return "free"
-        after, _ = self._record(root, Recorder(disturb=index, row=0))
-        for i in known:
-            if i < len(after) and after[i].shape == base[i].shape:
-                moved = moved_rows(base[i].rows, after[i].rows)
-                if moved.any() and not _only_first(moved, n):
-                    return "free"
-        return "rows"
+        if not seen:
+            return "rows"
+        base, outputs = plain
+        after, after_outputs = self._record(root, Recorder(disturb=index, row=0))
+        pairs = [(base[i], after[i]) for i in known if i < len(after)]
+        pairs += [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.shape and b.shape[0] % n == 0]
+        moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
+        moved = [m for m in moved if bool(m.any())]
+        if not moved:
+            raise RowOwnershipError(
+                f"{entry.site.name} gets an input of shape {tuple(entry.shape)} that no sample changes, and nothing shows whether "
+                f"its {n} rows are samples; call it with another leading size than the batch, or let the model return its logits"
+            )
+        return "rows" if all(_only_block(m, n, 0) for m in moved) else "free"
 
-    def _check_expansion(self, free: set[int], n: int, root: Arguments, base: list[Entry], shapes: list[Any]) -> None:
+    def _check_expansion(self, free: set[int], n: int, root: Arguments, base: list[Entry], outputs: list[Entry]) -> None:
         """See that giving batch-free outputs one copy per sample changes no shape elsewhere."""
-        names = ", ".join(sorted({base[i].site.name for i in free}))
+        names = ", ".join(sorted({site.name for i in free if (site := base[i].site) is not None}))
         try:
-            after, after_shapes = self._record(root, Recorder(expand=(free, n)))
+            after, after_outputs = self._record(root, Recorder(expand=(free, n)))
         except Exception as error:
             raise RowOwnershipError(_free_message(names, n) + f" (the expanded forward failed: {error})") from error
         same = len(after) == len(base) and all(
             a.site is b.site and a.shape == b.shape and not bool(moved_rows(b.rows, a.rows).any())
             for a, b in zip(after, base, strict=True)
         )
-        if not same or after_shapes != shapes:
+        if not same or [e.shape for e in after_outputs] != [e.shape for e in outputs]:
             raise RowOwnershipError(_free_message(names, n))
 
 
@@ -235,18 +255,20 @@ def moved_rows(before: Tensor, after: Tensor) -> Tensor:
     return (before - after).abs() > 1e-6 * (before.abs() + 1e-3 * scale)
 
 
-def _only_first(moved: Tensor, n: int) -> bool:
+def _only_block(moved: Tensor, n: int, sample: int) -> bool:
     block = moved.numel() // n
-    return not bool(moved[block:].any())
+    others = torch.cat([moved[: sample * block], moved[(sample + 1) * block :]])
+    return not bool(others.any())
 
 
-def classify(entry: Entry, moved: Tensor, n: int) -> Layout | None:
-    """Return the layout of a call of which sample 0's rows may move, None if nothing moved; raise if others did."""
+def classify(entry: Entry, moved: Tensor, n: int, sample: int) -> Layout | None:
+    """Return the layout of a call of which one sample's rows may move, None if nothing moved; raise if others did."""
     if not bool(moved.any()):
         return None
     size = entry.shape[0]
-    if size % n == 0 and _only_first(moved, n):
+    if size % n == 0 and _only_block(moved, n, sample):
         return "rows" if size == n else "flat"
+    assert entry.site is not None
     module = entry.site.module
     hint = ""
     if getattr(module, "batch_first", True) is False:
@@ -258,27 +280,20 @@ def classify(entry: Entry, moved: Tensor, n: int) -> Layout | None:
     )
 
 
-def exchange_sample(root: Arguments, n: int) -> Arguments | None:
-    """Return the arguments with sample 0 replaced by another sample; None if all samples are equal."""
+def exchange_sample(root: Arguments, n: int, sample: int) -> Arguments | None:
+    """Return the arguments with one sample replaced by another; None if all samples are equal."""
     leaves, structure = pytree.tree_flatten(root)
     mine = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
-    for source in range(1, n):
-        if any(m and not torch.equal(x[0], x[source]) for x, m in zip(leaves, mine, strict=True)):
-            return pytree.tree_unflatten(
-                [_exchanged(x, source) if m else x for x, m in zip(leaves, mine, strict=True)], structure
-            )  # type: ignore[no-any-return]
-    flipped = [_flipped(x) if m and x.dim() > 1 else x for x, m in zip(leaves, mine, strict=True)]
+    for source in (s for s in range(n) if s != sample):
+        if any(m and not torch.equal(x[sample], x[source]) for x, m in zip(leaves, mine, strict=True)):
+            swapped = [_with_row(x, sample, x[source]) if m else x for x, m in zip(leaves, mine, strict=True)]
+            return pytree.tree_unflatten(swapped, structure)
+    flipped = [_with_row(x, sample, x[sample].flip(0)) if m and x.dim() > 1 else x for x, m in zip(leaves, mine, strict=True)]
     changed = any(m and not torch.equal(x, y) for x, y, m in zip(leaves, flipped, mine, strict=True))
     return pytree.tree_unflatten(flipped, structure) if changed else None
 
 
-def _exchanged(x: Tensor, source: int) -> Tensor:
+def _with_row(x: Tensor, row: int, value: Tensor) -> Tensor:
     x = x.detach().clone()
-    x[0] = x[source]
-    return x
-
-
-def _flipped(x: Tensor) -> Tensor:
-    x = x.detach().clone()
-    x[0] = x[0].flip(0)
+    x[row] = value
     return x

@@ -59,6 +59,8 @@ class StepResult:
     audited: bool
     #: Bytes kept from the backward until the optimizer's step.
     kept_bytes: int
+    #: Entries that scored 0 because the optimizer had no history of them (counted in early and audited steps).
+    zero_gains: int
 
 
 class Step:

@@ -76,4 +76,5 @@ class EmbeddingRule(Rule):
 
     def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
         """Keep tokens and output gradients."""
-        return KeptRows(self, module, name, saved, b, n)
+        tokens, padding = saved  # tokens are copied: loaders like to refill one buffer
+        return KeptRows(self, module, name, (tokens.clone(), padding), b, n)

@@ -10,14 +10,17 @@ Both run the module's forward again, under the random state of the original call
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from inrun.errors import StepError
 from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, dot_each
 
 log = logging.getLogger("inrun")
@@ -39,7 +42,7 @@ class FallbackRule(Rule):
         detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
         devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
         random_state = (torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
-        return (Recorded(detached, random_state),)
+        return (Recorded(module, detached, random_state),)
 
     def contract(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, v: Tensor) -> Tensor:
         """Contract by the form that works for this module."""
@@ -61,17 +64,36 @@ class FallbackRule(Rule):
 
 
 class Recorded:
-    """The arguments of one call, ``(args, kwargs)``, and the random state before it."""
+    """One call: its arguments ``(args, kwargs)``, the random state before it, and how the module stood."""
 
-    def __init__(self, arguments: Any, random_state: Any) -> None:
-        """Hold both."""
+    def __init__(self, module: nn.Module, arguments: Any, random_state: Any) -> None:
+        """Hold all of it."""
         self.arguments, self.random_state = arguments, random_state
+        self.flags = [(m, m.training) for m in module.modules()]
+        self.device_type = next(module.parameters()).device.type
+        self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
+        self.watched = [*(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), *module.parameters()]
+        self.versions = [x._version for x in self.watched]
+
+    def check(self, module: nn.Module) -> None:
+        """Raise if an argument or a weight was overwritten since the call: a replay would be another function."""
+        if self.versions != [x._version for x in self.watched]:
+            raise StepError(
+                f"{type(module).__name__} has no rule and must run again, but its input or its weights were changed in place "
+                "since its forward; do not write into its input, and give all its parameters to one optimizer"
+            )
 
     def replay(self, module: nn.Module, parameters: dict[str, Tensor], arguments: Any) -> list[Tensor]:
         """Run the module with other parameters; return its floating-point output tensors in order."""
+        self.check(module)
         args, kwargs = arguments
         cpu, cuda = self.random_state
-        with torch.random.fork_rng(devices=list(cuda)):
+        enabled, dtype = self.autocast
+        with (
+            torch.random.fork_rng(devices=list(cuda)),
+            torch.autocast(self.device_type, enabled=enabled, dtype=dtype),
+            _modes(self.flags),
+        ):
             torch.set_rng_state(cpu)
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)
@@ -80,6 +102,19 @@ class Recorded:
             copies = {name: b.clone() for name, b in module.named_buffers()}
             out = torch.func.functional_call(module, copies | parameters, args, kwargs, tie_weights=False)
         return float_tensors(out)
+
+
+@contextlib.contextmanager
+def _modes(flags: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Put modules into the train/eval modes they had at the call."""
+    now = [(m, m.training) for m, _ in flags]
+    try:
+        for m, flag in flags:
+            m.training = flag
+        yield
+    finally:
+        for m, flag in now:
+            m.training = flag
 
 
 def float_tensors(tree: Any) -> list[Tensor]:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from inrun.errors import StepError
+
 if TYPE_CHECKING:
     from inrun.layers.tap import Observer
 
@@ -142,9 +144,19 @@ class KeptFactors(Kept):
     def __init__(self, rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> None:
         """Hold the tensors of one call."""
         self.rule, self.module, self.name, self.saved, self.b, self.n = rule, module, name, saved, b, n
+        self.versions = [x._version for x in saved if isinstance(x, Tensor)]
+
+    def check(self) -> None:
+        """Raise if a kept tensor was overwritten since the backward."""
+        if self.versions != [x._version for x in self.saved if isinstance(x, Tensor)]:
+            raise StepError(
+                f"the input of a {type(self.module).__name__} was overwritten between its backward and optimizer.step(), where "
+                "its contraction had to wait; give every microbatch a tensor of its own"
+            )
 
     def contract(self, v: Tensor) -> Tensor:
         """Contract by the rule's project form."""
+        self.check()
         return self.rule.contract(self.module, self.name, self.saved, self.b, self.n, v)
 
     def nbytes(self) -> int:

@@ -49,10 +49,14 @@ class AdamRule(UpdateRule):
         """Multiply by what ``frozen`` divided by."""
         return v * self._denominator(group, state)
 
+    def without_history(self, state: State) -> int:
+        """Count the entries whose second moment is 0."""
+        second = state.get("exp_avg_sq")
+        return 0 if second is None else second.numel() - int(torch.count_nonzero(second))
+
     def can_thaw(self, state: State) -> bool:
         """Only where every entry has had a gradient."""
-        second = state.get("exp_avg_sq")
-        return second is not None and int(torch.count_nonzero(second)) == second.numel()
+        return "exp_avg_sq" in state and self.without_history(state) == 0
 
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
         """Return the divided difference of the update between no gradient and the real one, in closed form.

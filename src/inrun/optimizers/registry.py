@@ -46,6 +46,10 @@ class UpdateRule:
         """Return the validation gradients from which ``frozen`` made ``v``, where no gain was 0."""
         raise NotImplementedError
 
+    def without_history(self, state: State) -> int:
+        """Return how many entries of a parameter never had a gradient, so that their frozen gain is 0."""
+        return 0
+
     def can_thaw(self, state: State) -> bool:
         """Whether ``frozen`` can be undone, so that no copy of the validation gradients is needed."""
         return False
