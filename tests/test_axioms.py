@@ -50,9 +50,7 @@ def test_null_player() -> None:
             rows = batch(6, step)
             with accountant.step(range(6)):
                 logits = model(rows[:, :-1])
-                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(
-                    6, -1
-                )
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(6, -1)
                 mask = torch.ones(6, 1, dtype=loss.dtype)
                 mask[2] = 0
                 (loss * mask).sum().backward()

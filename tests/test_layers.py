@@ -50,9 +50,7 @@ def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: in
     trainable = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     acc_form = form if form in ("shared", "project") else "auto"
-    with inrun.Accountant(
-        model, optimizer, {str(i): val_loss(i) for i in range(sets)}, form=acc_form, audit_every=1
-    ) as accountant:
+    with inrun.Accountant(model, optimizer, {str(i): val_loss(i) for i in range(sets)}, form=acc_form, audit_every=1) as accountant:
         with accountant.step(range(n)):
             (masked_sum(model(cast(x)), mask) / norm).backward()
             optimizer.step()

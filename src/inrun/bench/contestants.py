@@ -139,11 +139,7 @@ class _Functional:
 def entries(shape: Shape) -> list[Entry]:
     """Return the contestants for a shape, the two yardsticks first."""
     updates = ["sgd"] if shape.optimizer == "sgd" else ["frozen", "sgd"]
-    ours = [
-        Entry(f"first+{update} {form}", scored("first", update, form))
-        for update in updates
-        for form in ("shared", "project")
-    ]
+    ours = [Entry(f"first+{update} {form}", scored("first", update, form)) for update in updates for form in ("shared", "project")]
     return [
         Entry("plain", plain(lambda s: s.batch)),
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),

@@ -47,9 +47,7 @@ def as_data(result: DemoResult) -> dict[str, Any]:
 def print_story(result: DemoResult, extremes: int = 4) -> None:
     """Print totals per domain and the best and worst samples, per validation set."""
     console = Console()
-    console.print(
-        f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}."
-    )
+    console.print(f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}.")
     console.print(
         "Adam's very first step is a sign step that no first-order score describes: the samples of that one batch stand out "
         "although the warm-up keeps the step small."

@@ -50,7 +50,7 @@ class Microbatch:
 
     def __post_init__(self) -> None:
         """Find the nodes that add to the probes' gradients."""
-        self.accumulators = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.probes]  # type: ignore[union-attr]
+        self.accumulators: list[Any] = [p.expand_as(p).grad_fn.next_functions[0][0] for p in self.probes]  # type: ignore[union-attr]
 
     @property
     def n(self) -> int:
@@ -165,9 +165,7 @@ class OutputTap(torch.autograd.Function):
                     f"of shape {tuple(shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and "
                     "take the loss outside, or move the parameter into a small module of its own."
                 )
-        scores = [
-            None if all(b is None for b in grads) else call.settle(name, ctx.saved, list(grads)) for name in call.names
-        ]
+        scores = [None if all(b is None for b in grads) else call.settle(name, ctx.saved, list(grads)) for name in call.names]
         return (None, None, None, *grads, *scores)
 
 

@@ -136,8 +136,7 @@ class Step:
         a = self.accountant
         k = len(self.columns)
         probes = [
-            torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True)
-            for _ in range(a.lane_count)
+            torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True) for _ in range(a.lane_count)
         ]
         micro = Microbatch(ids, a.directions, probes, self.audited, contracted=a.watch.contracted)
         self.microbatches.append(micro)

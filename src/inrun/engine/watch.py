@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from inrun.engine.sites import Scored
 from inrun.errors import OptimizerError, StepError
 
-
 SKETCH = 8
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, register, register_finder
@@ -184,7 +183,15 @@ class SharedLinear(torch.autograd.Function):
         """Compute the layer as the framework does."""
         ctx.save_for_backward(a, weight)
         ctx.rule, ctx.observer, ctx.has_bias = rule, observer, bias is not None
-        return F.linear(a, weight.t() if rule.transposed else weight, bias)
+        matrix = weight if rule.transposed else weight.t()
+        # Not F.linear: its output is a view for inputs of three dimensions, and an in-place activation may follow.
+        out = a.new_empty(*a.shape[:-1], matrix.shape[1])
+        rows, flat = out.view(-1, matrix.shape[1]), a.reshape(-1, a.shape[-1])
+        if bias is None:
+            torch.mm(flat, matrix, out=rows)
+        else:
+            torch.addmm(bias, flat, matrix, out=rows)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -233,9 +240,7 @@ def find_conv1d(module: nn.Module) -> Rule | None:
     """Recognise transformers' Conv1D by where it is defined, without importing transformers."""
     cls = type(module)
     defined = any(
-        b.__name__ == "Conv1D"
-        and b.__module__ == "transformers.pytorch_utils"
-        and getattr(b, "forward", None) is cls.forward
+        b.__name__ == "Conv1D" and b.__module__ == "transformers.pytorch_utils" and getattr(b, "forward", None) is cls.forward
         for b in cls.__mro__
     )
     return _conv1d if defined else None

@@ -96,9 +96,7 @@ class ExpandTap(torch.autograd.Function):
         (b,) = grads
         observer, n = ctx.observer, ctx.observer.n
         whole = tuple(
-            (x if ctx.batched else x.unsqueeze(0)).expand(n, *x.shape[1 if ctx.batched else 0 :])
-            if isinstance(x, Tensor)
-            else x
+            (x if ctx.batched else x.unsqueeze(0)).expand(n, *x.shape[1 if ctx.batched else 0 :]) if isinstance(x, Tensor) else x
             for x in _saved(ctx)
         )
         scores = [observer.settle(name, whole, b) for name in observer.names]
