@@ -45,6 +45,13 @@ def test_bench_of_a_transformers_model_as_a_table(model: str) -> None:
     assert "vmap" not in result.output
 
 
+def test_bench_measures_in_a_process_of_its_own() -> None:
+    """The command itself, as people run it (the allocator setting of the bench stays in its process)."""
+    result = run("bench", *SMALL, "--slow-rounds", "0", "--json")
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads(result.stdout)["results"]) == 6
+
+
 def test_exit_codes_and_messages() -> None:
     assert run("--version").returncode == 0
     help_text = run("bench", "--help")
