@@ -15,8 +15,7 @@ from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved,
 from inrun.layers.rows import by_sample, row_dots, scratch_like, sum_positions
 from inrun.layers.tap import Observer
 
-#: Running sums that are kept side by side, and the bytes they may take, see :func:`shared_outer`.
-CHAINS = 4
+#: Bytes that running sums kept side by side may take, see :func:`shared_outer`.
 CHAIN_BYTES = 4 << 20
 
 #: Floating-point operations a device does while it moves one byte, for the choice of the form.
@@ -65,9 +64,9 @@ def contract_outer_rows(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
 def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tuple[Tensor, Tensor]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
-    The batched GEMM accumulates into a few running sums side by side, S ← S + g_n, one sample each at a time, and
+    The batched GEMM accumulates into as many running sums as fit the cache, S ← S + g_n, one sample each at a time, and
     ⟨g_n, v⟩ = ⟨S after, v⟩ − ⟨S before, v⟩; the running sums add up to G. So no g_n is ever added by a pass of its own,
-    the sums stay in the cache, and the rounding is that of a sum over a quarter of the batch, below that of G itself.
+    the sums stay in the cache, and the rounding is that of a sum over part of the batch, below that of G itself.
     A weight too large for several running sums has one, which is G.
 
     Args:
@@ -83,7 +82,7 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tupl
     total = x.new_empty(1, p, q)
     if n == 0:
         return total[0].zero_(), x.new_zeros((0, k, p) if rowwise else (0, k))
-    chains = max(1, min(CHAINS, n, CHAIN_BYTES // max(total.nbytes, 1)))
+    chains = max(1, min(n, CHAIN_BYTES // max(total.nbytes, 1)))
     running = total if chains == 1 else scratch_like(x, (chains, p, q))
     sums: list[Tensor] = []
     for first in range(0, n, chains):
