@@ -185,3 +185,15 @@ def test_fallback_replays_dropout() -> None:
 def test_shared_form_handles_reuse_with_different_inputs() -> None:
     model = Reused().double()
     assert len(list(model.parameters())) == 2
+
+
+def test_temporaries_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit the scratch buffer is done in pieces, with the same result."""
+    from inrun.layers import embedding, linear, norm
+
+    for module in (embedding, linear, norm):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", 200)
+    for case, form in [c.values for c in COMBINATIONS]:
+        results, _ = run_case(case, form, torch.float64, 5, 4, seed=4)
+        for got, expected in results.values():
+            assert relative_error(got, expected) < case.accuracy, case.name

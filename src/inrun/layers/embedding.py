@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, register
-from inrun.layers.rows import row_dots, scratch_like
+from inrun.layers.rows import SCRATCH_BYTES, row_dots, scratch_like
 
 
 class KeptRows(KeptFactors):
@@ -31,14 +31,21 @@ def gather_contract(tokens: Tensor, padding: Tensor | None, b: Tensor, n: int, v
     if tokens.dim() > 1 and tokens.stride(0) == 0 and padding is None:
         # The same tokens for every sample (position indices): pick their rows once.
         return b @ v[:, tokens[0].reshape(-1)].flatten(1).t()
-    flat = tokens.reshape(-1)
-    scores = []
-    for direction in v:
-        picked = torch.index_select(direction, 0, flat, out=scratch_like(b).view(len(flat), -1))
-        if padding is not None:
-            picked.masked_fill_(padding.reshape(-1, 1), 0.0)
-        scores.append(row_dots(picked.view(n, -1), b))
-    return torch.stack(scores, dim=1)
+    flat = tokens.reshape(n, -1)
+    blank = None if padding is None else padding.reshape(n, -1)
+    piece = max(1, SCRATCH_BYTES * n // max(b.nbytes, 1))
+    parts = []
+    for first in range(0, n, piece):
+        group = slice(first, first + piece)
+        index, b_p = flat[group].reshape(-1), b[group]
+        scores = []
+        for direction in v:
+            picked = torch.index_select(direction, 0, index, out=scratch_like(b_p, (len(index), v.shape[-1])))
+            if blank is not None:
+                picked.masked_fill_(blank[group].reshape(-1, 1), 0.0)
+            scores.append(row_dots(picked.view(b_p.shape), b_p))
+        parts.append(torch.stack(scores, dim=1))
+    return torch.cat(parts)
 
 
 @register(nn.Embedding)

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, register, register_finder
-from inrun.layers.rows import by_sample, row_dots, scratch_like, sum_positions
+from inrun.layers.rows import SCRATCH_BYTES, by_sample, row_dots, scratch_like, sum_positions
 from inrun.layers.tap import Observer
-
-#: Bytes that running sums kept side by side may take, see :func:`shared_outer`.
-CHAIN_BYTES = 4 << 20
 
 #: Floating-point operations a device does while it moves one byte, for the choice of the form.
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
@@ -82,7 +79,7 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor, rowwise: bool = False) -> tupl
     total = x.new_empty(1, p, q)
     if n == 0:
         return total[0].zero_(), x.new_zeros((0, k, p) if rowwise else (0, k))
-    chains = max(1, min(n, CHAIN_BYTES // max(total.nbytes, 1)))
+    chains = max(1, min(n, SCRATCH_BYTES // max(total.nbytes, 1)))
     running = total if chains == 1 else scratch_like(x, (chains, p, q))
     sums: list[Tensor] = []
     for first in range(0, n, chains):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.layers.registry import Rule, Saved, dot_each, register, register_finder
-from inrun.layers.rows import by_sample, scratch_like
+from inrun.layers.rows import SCRATCH_BYTES, by_sample, scratch_like
 from inrun.layers.tap import Observer
 
 
@@ -108,9 +108,11 @@ def contract_normalised(x: Tensor, mean: Tensor, rstd: Tensor, b: Tensor, v: Ten
     Centring comes first, since b · x and μ b · 1 nearly cancel where the mean is large. The one temporary is a reused
     buffer: fresh pages would cost more than the arithmetic.
     """
-    centred = torch.sub(x, mean, out=scratch_like(x)).mul_(b)
-    per_position = (centred.view(-1, v.shape[1]) @ v.t()).mul_(rstd.reshape(-1, 1))
-    return by_sample(per_position, n, 1).sum(1)
+    d = v.shape[1]
+    piece = max(1, SCRATCH_BYTES // (d * x.element_size()))
+    rows = zip(x.reshape(-1, d).split(piece), mean.reshape(-1, 1).split(piece), b.view(-1, d).split(piece), strict=True)
+    parts = [torch.sub(x_p, mean_p, out=scratch_like(x_p)).mul_(b_p) @ v.t() for x_p, mean_p, b_p in rows]
+    return by_sample(torch.cat(parts).mul_(rstd.reshape(-1, 1)), n, 1).sum(1)
 
 
 class ScaleRows(torch.autograd.Function):

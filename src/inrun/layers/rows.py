@@ -43,6 +43,9 @@ def row_dots(x: Tensor, y: Tensor) -> Tensor:
 
 _scratch = threading.local()
 
+#: Bytes that a temporary may take; what needs more is done in pieces.
+SCRATCH_BYTES = 4 << 20
+
 
 def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a reused buffer of the dtype and device of ``x``, of its shape or another.
