@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -210,10 +209,3 @@ CASES = [
 def model_of(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return Wrap(case.build()).double()
-
-
-def weighted_loss(out: Tensor, mask: Tensor) -> Tensor:
-    """A token-weighted mean: Σ of a nonlinear function of the unmasked positions over their number in the batch."""
-    out = out.reshape(out.shape[0], mask.shape[1], -1) if out.dim() > 2 or mask.shape[1] == 1 else out
-    value = F.softplus(out * out.detach().cos()).sum(-1)
-    return (value * mask).sum()

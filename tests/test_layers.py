@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import inrun
-from cases import CASES, Case, D, Reused, model_of
+from cases import CASES, Case, D, model_of
 from inrun.layers.linear import contract_outer, contract_outer_rows, shared_outer
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
@@ -180,11 +180,6 @@ def test_fallback_replays_dropout() -> None:
             model(x).square().sum().backward()
             optimizer.step()
         assert accountant.last.contributions["validation"].abs().min() > 0
-
-
-def test_shared_form_handles_reuse_with_different_inputs() -> None:
-    model = Reused().double()
-    assert len(list(model.parameters())) == 2
 
 
 def test_temporaries_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

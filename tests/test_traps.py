@@ -408,3 +408,43 @@ def test_ledger_has_the_rate_of_the_step() -> None:
         optimizer.step()
         schedule.step()
     assert accountant.ledger.accounts()["lr"].to_pylist() == [0.1]
+
+
+class DropsOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Parameter(floats(D, seed=1))
+
+    def forward(self, x):
+        return nn.functional.dropout(x * self.g, 0.5, self.training)
+
+
+def test_eval_mode_between_forward_and_backward() -> None:
+    """A fallback runs again in the mode of its call; conservation is checked on this step."""
+    model, x = DropsOut().double().train(), floats(3, D)
+    optimizer, accountant = attach(model, x)
+    with accountant.step(range(3)):
+        loss = square(model, x)
+        model.eval()
+        loss.backward()
+        optimizer.step()
+    assert not model.training
+    assert accountant.last.audited
+
+
+def test_fused_optimizer_divides_the_loss_scale_out() -> None:
+    """GradScaler hands a fused optimizer the scale; scores and audit must see the gradient that is used."""
+    results = []
+    for scaled in (False, True):
+        model = tiny(dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for step in range(3):
+            with accountant.step(range(3)):
+                scaler.scale(next_token_loss(model, batch(3, step))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        results.append(accountant.last.contributions["validation"])
+    assert relative_error(results[1], results[0]) < 1e-4

@@ -19,8 +19,8 @@ from inrun.engine.directions import Direction, Directions
 from inrun.engine.ownership import Ownership, Recorder
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Scored, Site
-from inrun.errors import CoverageError, IdsError, RowOwnershipError
-from inrun.layers import ExpandTap, Kept, KeptRowSums, Layout, Tap, float_tensors, unused_parameters
+from inrun.errors import CoverageError, IdsError
+from inrun.layers import ExpandTap, Kept, KeptRowSums, Tap, float_tensors, unused_parameters
 
 
 @dataclass
@@ -61,9 +61,9 @@ class Microbatch:
 class Call:
     """One forward call of one site, as its backward sees it (an ``Observer``)."""
 
-    def __init__(self, capture: Capture, site: Site, micro: Microbatch, layout: Layout) -> None:
+    def __init__(self, capture: Capture, site: Site, micro: Microbatch) -> None:
         """Take the probes of the parameters that this call scores."""
-        self.capture, self.site, self.micro, self.layout = capture, site, micro, layout
+        self.capture, self.site, self.micro = capture, site, micro
         self.n = micro.n
         scored = {k: s for k, s in site.scored.items() if not micro.directions.is_zero(s)}
         self.names = tuple(scored)
@@ -244,7 +244,7 @@ class Capture:
         lead = site.lead(args, kwargs)
         assert lead is not None
         layout = self.ownership.layout(site, lead.shape, micro.n, self.root_call)
-        call = Call(self, site, micro, layout)
+        call = Call(self, site, micro)
         if not call.names:
             return site.original(*args, **kwargs)
         if layout == "free":
@@ -274,7 +274,7 @@ class Capture:
 
     def _score_fallback(self, site: Site, micro: Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._drop_unused(site, args, kwargs)
-        call = Call(self, site, micro, "rows")
+        call = Call(self, site, micro)
         if not call.names:
             return site.original(*args, **kwargs)
         saved = site.rule.observe(site.module, args, kwargs)
@@ -305,6 +305,3 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
             f"got {n} sample ids, but the model was called with tensors whose leading sizes are {sorted(set(sizes))}; "
             "give one id per batch row (repeat an id for rows of the same sample)"
         )
-
-
-__all__ = ["Capture", "Microbatch", "Pending", "RowOwnershipError"]

@@ -16,7 +16,7 @@ from inrun.layers.rows import SCRATCH_BYTES, by_sample, scratch_like
 from inrun.layers.tap import Observer
 
 
-def sum_positions(x: Tensor, n: int, feature_dims: int) -> Tensor:
+def sum_in_full_precision(x: Tensor, n: int, feature_dims: int) -> Tensor:
     """Sum ``x`` over positions, ``[n, *features]``, in float32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return by_sample(x, n, feature_dims).sum(1, dtype=dtype)
@@ -36,8 +36,8 @@ class NormRule(Rule):
         """Form Σ_t b_nt ∘ x̂_nt, or Σ_t b_nt for the bias."""
         feature_dims = module.get_parameter(name).dim()
         if name == "bias":
-            return sum_positions(b, n, feature_dims)
-        return sum_positions(self.normalise(module, saved[0]) * b, n, feature_dims)
+            return sum_in_full_precision(b, n, feature_dims)
+        return sum_in_full_precision(self.normalise(module, saved[0]) * b, n, feature_dims)
 
 
 def settle_formed(observer: Observer, formed: dict[str, Tensor], saved: Saved, b: Tensor) -> list[Tensor | None]:
@@ -130,7 +130,7 @@ class ScaleRows(torch.autograd.Function):
         """Return the usual gradients, and ⟨g_n, v⟩ for the probes."""
         (b,) = grads
         normalised, weight, x = ctx.saved_tensors
-        formed = {"weight": sum_positions(b * normalised, ctx.observer.n, weight.dim())}
+        formed = {"weight": sum_in_full_precision(b * normalised, ctx.observer.n, weight.dim())}
         scores = settle_formed(ctx.observer, formed, (x,), b)
         return (b * weight, formed["weight"].sum(0).to(weight.dtype), None, None, *scores)
 
