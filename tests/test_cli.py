@@ -49,7 +49,7 @@ def test_bench_measures_in_a_process_of_its_own() -> None:
     """The command itself, as people run it (the allocator setting of the bench stays in its process)."""
     result = run("bench", *SMALL, "--slow-rounds", "0", "--json")
     assert result.returncode == 0, result.stderr
-    assert len(json.loads(result.stdout)["results"]) == 6
+    assert len(json.loads(result.stdout)["results"]) == 9
 
 
 def test_exit_codes_and_messages() -> None:

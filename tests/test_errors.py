@@ -136,7 +136,7 @@ def test_unknown_optimizer_names_the_known_ones() -> None:
 
     model = tiny()
     optimizer = Mine(model.parameters())
-    with pytest.raises(OptimizerError, match="Mine.*Adam, AdamW, SGD.*sgd"):
+    with pytest.raises(OptimizerError, match="Mine.*Adam, AdamW.*SGD.*sgd"):
         inrun.Accountant(model, optimizer, validation())
     accountant = inrun.Accountant(model, optimizer, validation(), update="sgd")
     assert train_step(accountant, model, optimizer, batch(3, 0)).contributions["validation"].abs().min() > 0

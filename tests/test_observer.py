@@ -87,7 +87,7 @@ def test_validation_pass_leaves_no_trace() -> None:
     buffers = {k: v.clone() for k, v in model.named_buffers()}
     flags = [m.training for m in model.modules()]
     for _ in range(2):
-        accountant.prepare_directions()
+        accountant.prepare_directions(accountant.step())
     assert not any(any(row) for row in modes_inside)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
@@ -106,7 +106,8 @@ def test_validation_mode_train_keeps_dropout() -> None:
         return next_token_loss(m, batch(1, 0))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inrun.Accountant(model, optimizer, loss, validation_mode="train").prepare_directions()
+    accountant = inrun.Accountant(model, optimizer, loss, validation_mode="train")
+    accountant.prepare_directions(accountant.step())
     assert seen == [True]
 
 

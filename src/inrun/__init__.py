@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from inrun import errors
 
 if TYPE_CHECKING:
-    from inrun.engine import Accountant, with_ids
+    from inrun.engine import Accountant, folds, with_ids
     from inrun.ledger import MemoryLedger
 
 __version__ = "0.1.0"
-__all__ = ["Accountant", "MemoryLedger", "__version__", "errors", "with_ids"]
+__all__ = ["Accountant", "MemoryLedger", "__version__", "errors", "folds", "with_ids"]
 
-_lazy = {"Accountant": "inrun.engine", "with_ids": "inrun.engine", "MemoryLedger": "inrun.ledger"}
+_lazy = {"Accountant": "inrun.engine", "folds": "inrun.engine", "with_ids": "inrun.engine", "MemoryLedger": "inrun.ledger"}
 
 
 def __getattr__(name: str) -> Any:

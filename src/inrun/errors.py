@@ -43,5 +43,9 @@ class StepError(InrunError):
     """Calls around one optimizer step came in an order that cannot be scored."""
 
 
+class DeferredMemoryError(InrunError):
+    """A method that waits for the optimizer's step would keep more than ``deferred_memory`` allows."""
+
+
 class LedgerError(InrunError):
     """The ledger cannot be opened or written."""

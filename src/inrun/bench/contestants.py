@@ -70,7 +70,7 @@ def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Calla
                 loss_of(model, rows).backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer) + scratch_bytes()
+        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.buffers.nbytes()
 
     return make
 
@@ -140,6 +140,10 @@ def entries(shape: Shape) -> list[Entry]:
     """Return the contestants for a shape, the two yardsticks first."""
     updates = ["sgd"] if shape.optimizer == "sgd" else ["frozen", "sgd"]
     ours = [Entry(f"first+{update} {form}", scored("first", update, form)) for update in updates for form in ("shared", "project")]
+    real = "sgd" if shape.optimizer == "sgd" else "secant"
+    if shape.optimizer != "sgd":
+        ours.append(Entry("lookahead+frozen", scored("lookahead", "frozen", "auto")))
+    ours += [Entry(f"{method}+{real}", scored(method, real, "auto")) for method in ("second", "midpoint")]
     return [
         Entry("plain", plain(lambda s: s.batch)),
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),

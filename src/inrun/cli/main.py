@@ -42,9 +42,12 @@ Examples:
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "float64", "bfloat16"]))
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="Interleaved rounds; best counts.")
 @click.option("--slow-rounds", default=3, show_default=True, type=click.IntRange(0), help="Rounds of the slow rivals.")
+@click.option("--only", multiple=True, metavar="TEXT", help="Only contestants whose name contains this (repeatable).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (default: torch's own choice).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
-def bench(clip: bool, rounds: int, slow_rounds: int, threads: int | None, as_json: bool, **options: Any) -> None:
+def bench(
+    clip: bool, rounds: int, slow_rounds: int, only: tuple[str, ...], threads: int | None, as_json: bool, **options: Any
+) -> None:
     """Measure throughput and memory of scoring beside plain training, on your machine and shape.
 
     Throughput is relative to plain training with the same optimizer. "limit" is plain training on the batch plus the
@@ -61,6 +64,8 @@ def bench(clip: bool, rounds: int, slow_rounds: int, threads: int | None, as_jso
         torch.set_num_threads(threads)
     shape = Shape(clip=1.0 if clip else None, **options)
     contestants = [e for e in entries(shape) if slow_rounds or not e.slow]
+    if only:
+        contestants = [e for e in contestants if e.name in ("plain", "limit") or any(part in e.name for part in only)]
     with progress() as tell:
         results = measure(shape, contestants, rounds, slow_rounds, tell)
     if as_json:
@@ -69,6 +74,19 @@ def bench(clip: bool, rounds: int, slow_rounds: int, threads: int | None, as_jso
         click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))
     else:
         print_table(shape, results, rounds)
+
+
+@cli.command(epilog="\b\nExamples:\n  inrun audit runs/mine\n  inrun audit runs/mine --json\n")
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+def audit(run: str, as_json: bool) -> None:
+    """Print the books of RUN: what data, momentum and decay did to the validation loss, and how far the method is off."""
+    from inrun.cli.text import printable
+    from inrun.ledger import read_run, summarise
+
+    about, accounts = read_run(run)
+    summary = summarise(accounts, str(about.get("method", "?")), str(about.get("update", "?")))
+    click.echo(json.dumps(summary.as_dict(), indent=2) if as_json else "\n".join(printable(line, 400) for line in str(summary).split("\n")))
 
 
 @cli.command(epilog="\b\nExample:\n  inrun demo --epochs 2\n")

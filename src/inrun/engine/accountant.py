@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.audit import Schedule
-from inrun.engine.capture import Capture
+from inrun.engine.buffers import Buffers
+from inrun.engine.capture import Capture, Expected
 from inrun.engine.coverage import Coverage, CoverageRow
-from inrun.engine.directions import Directions
-from inrun.engine.sites import find_sites, scored_parameters
-from inrun.engine.step import Account, Step, StepResult
-from inrun.engine.validation import Column, Loss, Validation
+from inrun.engine.directions import Directions, Timing
+from inrun.engine.moves import Moves
+from inrun.engine.results import make_record, make_result
+from inrun.engine.sites import Scored, find_sites, scored_parameters
+from inrun.engine.step import Step, StepResult
+from inrun.engine.validation import Column, Gradients, Loss, Validation
 from inrun.engine.watch import GradientWatch
 from inrun.errors import ConfigurationError, CoverageError, LedgerError, OptimizerError, StepError
-from inrun.ledger import LedgerWriter, MemoryLedger, StepRecord
-from inrun.methods import find_method, resolve_update
-from inrun.optimizers import find_update, plain
+from inrun.ledger import LedgerWriter, MemoryLedger, Summary, summarise
+from inrun.methods import find_method, find_quadrature, resolve_update
+from inrun.optimizers import UpdateRule, find_update, plain
 
 log = logging.getLogger("inrun")
 #: Models that have an accountant.
@@ -42,10 +46,13 @@ class Accountant:
         optimizer: Its optimizer, or a list of optimizers.
         validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the
             step number too. A vector of m losses asks for per-point contributions ``[n, m]``.
-        method: Where the validation gradient is taken: "first" (at the weights before the step).
+        method: Where the validation gradient is taken: "first" (at the weights before the step), "lookahead" (after
+            momentum and decay), "midpoint" (in the middle of the data's part of the move), "second" (before the step,
+            bent by the Hessian; Theorem 2 of the paper for SGD). The first two keep nothing beyond the backward.
         update: What a sample's gradient does to the weights: "sgd" (the paper's proxy, lr · g), "frozen" (the
-            optimizer's own rule with its state as it stands before the step), "auto".
-        audit_every: Check conservation and measure the loss after every k-th step; 1 = every step, 0 = never,
+            optimizer's own rule with its state as it stands before the step), "secant" (its share of the real move),
+            "auto" (frozen for the first two methods, secant for the others).
+        audit_every: Check conservation and measure the books at every k-th step; 1 = every step, 0 = never,
             None = as often as costs under one per cent.
         ledger: Where contributions go: None for memory, or an object with ``write(record)``.
         refresh: Reuse the validation gradient for this many steps.
@@ -54,6 +61,12 @@ class Accountant:
             more product, the weight gradient stays the framework's), "auto" (by cost).
         validation_mode: "eval" (default) or "train": the mode the model is in during validation passes.
         check_rows: Verify at the first step, by exchanging a sample, that rows belong to samples.
+        quadrature: For "midpoint": by which points the gradient is averaged along the data's part of the move:
+            "midpoint" (default), "trapezoid", "simpson", "gauss2" to "gauss32".
+        hessian: For "second": "double" (double backward) or "differences" (two more gradients, for losses that cannot be
+            differentiated twice; exact to about 1e-4 in float32).
+        deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
+            steps; None for no limit. What is needed is said at the first step; more than allowed raises.
     """
 
     def __init__(
@@ -71,6 +84,9 @@ class Accountant:
         form: str = "auto",
         validation_mode: str = "eval",
         check_rows: bool = True,
+        quadrature: str | None = None,
+        hessian: str = "double",
+        deferred_memory: int | str | None = None,
     ) -> None:
         """Attach to the model and its optimizers; :meth:`close` detaches."""
         if not isinstance(model, nn.Module):
@@ -91,6 +107,14 @@ class Accountant:
         self.method = find_method(method)
         self.update = resolve_update(update, self.method)
         rules = [plain if self.update == "sgd" else find_update(o) for o in self.optimizers]
+        self.quadrature = find_quadrature(quadrature, self.method)
+        if hessian not in ("double", "differences"):
+            raise ConfigurationError(f'hessian is {hessian!r}; accepted are "double" and "differences"')
+        if refresh > 1 and self.method.deferred:
+            raise ConfigurationError(
+                f'refresh={refresh} reuses validation gradients; method="{method}" takes its own at every move'
+            )
+        self.hessian, self.deferred_memory = hessian, parse_bytes(deferred_memory)
         if form not in ("auto", "shared", "project"):
             raise ConfigurationError(f"form is {form!r}; accepted are auto, shared and project")
         if bitwise and form == "shared":
@@ -100,7 +124,11 @@ class Accountant:
         by_parameter = scored_parameters(model, self.optimizers)
         self.scored = list(by_parameter.values())
         sites = find_sites(model, by_parameter)
-        self.directions = Directions(self.scored, rules, self.optimizers, keep_raw=refresh > 1)
+        self.buffers = Buffers()
+        self.moves = Moves(self.scored, rules, self.update == "frozen", self.buffers)
+        self.real_moves = self._real_moves(rules)
+        timing = Timing.AT_STEP if self.method.deferred else Timing.GAIN_AT_STEP if self.update == "secant" else Timing.BEFORE
+        self.directions = Directions(self.moves, self.optimizers, timing, keep_raw=refresh > 1)
         in_groups = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
         self._foreign = in_groups - set(by_parameter)
         if self._foreign:
@@ -111,6 +139,8 @@ class Accountant:
         self.open_step: Step | None = None
         self._last: StepResult | None = None
         self._fresh: tuple[list[Column], Tensor] | None = None
+        self._moved: list[Scored] | None = None
+        self._told_memory = False
         self._fresh_since = 0
         self._closed = False
         self._warned_outside = False
@@ -120,7 +150,9 @@ class Accountant:
         self.lane_count = sum(len(o.param_groups) for o in self.optimizers)
         self.watch = GradientWatch(self.scored, active=lambda: self.open_step is not None)
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
+        self.capture.after_forward = self._after_forward
         self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
+        self._hooks += [o.register_step_post_hook(self._after_step(i)) for i, o in enumerate(self.optimizers)]
         _attached[model] = None
         self._tell_fallbacks()
 
@@ -163,21 +195,119 @@ class Accountant:
             changed = ", ".join(sorted(names.get(p, "?") for p in trainable ^ known))
             raise CoverageError(f"{changed} was frozen or unfrozen after the Accountant was made; make a new one")
 
-    def prepare_directions(self) -> tuple[list[Column], Tensor]:
-        """Take validation gradients (or reuse them) and make this step's directions."""
+    def _real_moves(self, rules: list[UpdateRule]) -> Moves | None:
+        """Return what the optimizers really do, for the books; None where one of them has no rule."""
+        if self.update != "sgd":
+            return self.moves
+        try:
+            return Moves(self.scored, [find_update(o) for o in self.optimizers], False, self.buffers)
+        except OptimizerError:
+            return None
+
+    def expected(self) -> Expected:
+        """Return a new count of what a step keeps."""
+        return Expected(self.deferred_memory, self.method.name)
+
+    def prepare_directions(self, step: Step) -> None:
+        """Before the backward: take validation gradients (or reuse them) and make the directions that are known by now."""
+        self.moves.forget()
+        if self.method.deferred:
+            self.directions.forget()
+            return
         if self._fresh is None or self.steps_done - self._fresh_since >= self.refresh:
             self.directions.forget()
-            gradients = self.validation.gradients([s.parameter for s in self.scored], self.steps_done)
+            gradients = self._gradients_before()
             self.directions.set_raw(gradients.raw)
             self._fresh, self._fresh_since = (gradients.columns, gradients.losses), self.steps_done
+        audited = step.audited
         with torch.no_grad():
-            self.directions.prepare(count=self.audits.due(self.steps_done))
-        columns, losses = self._fresh
+            self.directions.prepare(count=audited)
+        step.columns, step.losses = self._fresh
         if not self.directions.keep_raw:
             self._fresh = None
-        elif self._fresh_since != self.steps_done and self.audits.due(self.steps_done):
-            losses = self.validation.losses(self.steps_done)  # the books need this step's loss, not that of the gradient
-        return columns, losses
+        if self.method.name == "first" and self._fresh_since == self.steps_done:
+            step.at.before = step.losses
+        elif audited:
+            step.at.before = self.validation.losses(self.steps_done)  # this step's loss, not that where the gradient was taken
+
+    def _gradients_before(self) -> Gradients:
+        parameters = [s.parameter for s in self.scored]
+        if self.method.name == "first":
+            return self.validation.gradients(parameters, self.steps_done)
+        # Which parameters will get a gradient is not known yet: those that did in the last step.
+        with self.moves.at_zero_move(self.scored if self._moved is None else self._moved):
+            return self.validation.gradients(parameters, self.steps_done)
+
+    def prepare_at_step(self, step: Step) -> None:
+        """When the optimizers are about to step: take the validation gradients that the method averages along the move."""
+        parameters, moving = [s.parameter for s in self.scored], self.moves.moving()
+        if self.method.name == "second":
+            found = self._bent_gradients(parameters, moving)
+            step.at.before = found.losses
+        else:
+            found = self._averaged_gradients(parameters, moving)
+        self.directions.set_raw(found.raw)
+        step.columns, step.losses = found.columns, found.losses
+
+    def _bent_gradients(self, parameters: list[nn.Parameter], moving: list[Scored]) -> Gradients:
+        """Return ∇ℓ(w) + ½H(δ_∅ + Δ)."""
+        move = self.moves.twice_to_the_middle(moving)
+        if self.hessian == "double":
+            return self.validation.bent_gradients(parameters, self.steps_done, move)
+        # Central differences: the step balances rounding (eps/h) against curvature of the Hessian (h²).
+        length = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(d) for d in move.values()])))
+        weight = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.parameter.detach()) for s in moving])))
+        here = _own(self.validation.gradients(parameters, self.steps_done))
+        if length == 0.0:
+            return here
+        eps = max(torch.finfo(s.parameter.dtype).eps for s in moving)
+        h = eps ** (1 / 3) * (1.0 + weight) / length
+        for sign in (1.0, -1.0):
+            with self.moves.at(moving, move, sign * h):
+                there = self.validation.gradients(parameters, self.steps_done)
+            _add_scaled(here, there, sign * 0.25 / h)
+        return here
+
+    def _averaged_gradients(self, parameters: list[nn.Parameter], moving: list[Scored]) -> Gradients:
+        """Return Σ_q w_q ∇ℓ(w + δ_∅ + s_q · data)."""
+        average: Gradients | None = None
+        for place, weight in self.quadrature:
+            with self.moves.along(moving, place):
+                found = self.validation.gradients(parameters, self.steps_done)
+            if len(self.quadrature) == 1:
+                return found
+            if average is None:
+                average = _own(found)
+                average.losses = average.losses * weight
+                for g in average.raw:
+                    if g is not None:
+                        g.mul_(weight)
+            else:
+                average.losses = average.losses + weight * found.losses
+                _add_scaled(average, found, weight)
+        assert average is not None
+        return average
+
+    def _after_forward(self) -> None:
+        """Say once, after the first forward and before any of it is taken, what waiting contractions keep."""
+        step = self.open_step
+        if self._told_memory or step is None or step.expected is None:
+            return
+        self._told_memory = True
+        if self.directions.timing is Timing.BEFORE:
+            return
+        rows = sum(m.n for m in step.microbatches)
+        of_model = sum(s.parameter.nbytes for s in self.scored)
+        log.warning(
+            "inrun: %s+%s keeps %.0f MB for %d rows from the backward until the optimizer steps, and about %.0f MB for weights "
+            "and gains; rows of further microbatches of a step add up (limit: %s)",
+            self.method.name,
+            self.update,
+            step.expected.nbytes / 1e6,
+            rows,
+            3 * of_model / 1e6,
+            "none" if self.deferred_memory is None else f"{self.deferred_memory / 1e6:,.0f} MB",
+        )
 
     def _before_step(self, index: int) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -192,43 +322,40 @@ class Accountant:
                 raise StepError("optimizer.step(closure) runs the model several times per step and cannot be scored")
             if torch._C._current_graph_task_id() != -1:
                 raise StepError("the optimizer steps inside the backward; optimizer-in-backward cannot be scored")
+            # A subclass whose step calls its parent's runs the hooks twice: only the outer call is the step.
+            self.open_step.depth[index] = self.open_step.depth.get(index, 0) + 1
+            if self.open_step.depth[index] > 1:
+                return
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None and float(found_inf) > 0:
                 self.open_step.skipped = "gradient is not finite and the optimizer did not step"
+                self.open_step.held_back = True
             self.open_step.settle(index)
+
+        return hook
+
+    def _after_step(self, index: int) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.open_step is not None:
+                self.open_step.depth[index] = self.open_step.depth.get(index, 1) - 1
 
         return hook
 
     def record(self, step: Step, contributions: Tensor) -> None:
         """Write a finished step."""
-        assert step.losses is not None
-        losses = step.losses.cpu()
-        after = None
         if step.audited and step.skipped is None:
             began = time.perf_counter()
-            after = self.validation.losses(self.steps_done).cpu()
+            step.at.after = self.validation.losses(self.steps_done)
             self.audits.spent(time.perf_counter() - began)
+        if not step.columns:
+            step.columns = [Column(name, None) for name in self.validation.names]
+            contributions = contributions.new_zeros(len(contributions), len(step.columns))
         ids = torch.cat([m.ids for m in step.microbatches])
-        host = contributions.detach().to("cpu", torch.float32)
-        totals = contributions.double().sum(0).cpu()
         clip = tuple(step.settled.get(i, 1.0) for i in range(len(self.optimizers)))
-        rows = [
-            {
-                "step": self.steps_done,
-                "validation": column.label,
-                "loss_before": float(losses[j]),
-                "loss_after": None if after is None else float(after[j]),
-                "data": None if step.skipped else float(totals[j]),
-                "lr": step.lr,
-                "clip": clip[0],
-                "n_samples": len(ids),
-                "skipped": step.skipped,
-            }
-            for j, column in enumerate(step.columns)
-        ]
-        values = {} if step.skipped else {c.label: host[:, j].numpy().copy() for j, c in enumerate(step.columns)}
-        self.ledger.write(StepRecord(self.steps_done, ids.numpy(), values, rows))
-        self._last = _result(step, self, ids, contributions, losses, after, totals, clip)
+        self._moved = self.moves.scored if step.skipped else [s for s in self.scored if s.parameter in self.watch.seen]
+        result = make_result(step, self.steps_done, ids, contributions, clip, self.directions.zero_gains)
+        self.ledger.write(make_record(step, result, contributions))
+        self._last = result
         if step.skipped:
             log.warning("inrun: step %d is not scored: %s", self.steps_done, step.skipped)
         self.audits.finish(self.steps_done, step.audited)
@@ -257,6 +384,25 @@ class Accountant:
             raise LedgerError(f"the ledger {type(self.ledger).__name__} only writes; ask the place it writes to")
         return scores()
 
+    def summary(self) -> Summary:
+        """Return the books of the run so far: data, momentum, decay, residual, the worst steps, and what they mean.
+
+        ``print(accountant.summary())`` shows a page per validation set. Only audited steps measure the books.
+        """
+        accounts = getattr(self.ledger, "accounts", None)
+        if accounts is None:
+            raise LedgerError(f"the ledger {type(self.ledger).__name__} only writes; ask the place it writes to")
+        return summarise(accounts(), self.method.name, self.update)
+
+    def save(self, folder: str) -> None:
+        """Write the contributions and accounts held in memory to a folder of Parquet files (``inrun audit`` reads it)."""
+        if not isinstance(self.ledger, MemoryLedger):
+            raise LedgerError(f"the ledger {type(self.ledger).__name__} is not held in memory; it has its own place")
+        names = [type(o).__name__ for o in self.optimizers]
+        model = type(self.model).__name__
+        about = {"method": self.method.name, "update": self.update, "optimizers": names, "model": model, "steps": self.steps_done}
+        self.ledger.save(folder, about)
+
     @property
     def coverage(self) -> Coverage:
         """Return which parameter is scored by which rule and form."""
@@ -264,7 +410,7 @@ class Accountant:
         moved = {s.parameter for s in self.scored}
         for s in self.scored:
             for site, _ in s.uses:
-                waits = self.directions.rules[s.optimizer].linear is False and site.rule.sparse
+                waits = self.directions.waits_at(s, site.rule.sparse)
                 rows.append(
                     CoverageRow(
                         s.name,
@@ -315,6 +461,8 @@ class Accountant:
         for hook in self._hooks:
             hook.remove()
         self.directions.forget()
+        self.moves.forget()
+        self.buffers.free()
         _attached.pop(self.model, None)
 
     def __enter__(self) -> Accountant:
@@ -331,38 +479,26 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ConfigurationError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
-def _result(
-    step: Step,
-    accountant: Accountant,
-    ids: Tensor,
-    contributions: Tensor,
-    losses: Tensor,
-    after: Any,
-    totals: Tensor,
-    clip: Any,
-) -> StepResult:
-    """Sort columns into validation sets."""
-    by_set: dict[str, list[int]] = {}
-    vector: set[str] = set()
-    for j, column in enumerate(step.columns):
-        by_set.setdefault(column.name, []).append(j)
-        if column.point is not None:
-            vector.add(column.name)
-    if step.skipped:
-        contributions = torch.zeros_like(contributions)
-    accounts: dict[str, Account | None] = dict.fromkeys(by_set)
-    for name, js in by_set.items():
-        if after is not None:
-            accounts[name] = Account(float(losses[js].mean()), float(after[js].mean()), float(totals[js].mean()))
-    return StepResult(
-        step=accountant.steps_done,
-        sample_ids=ids,
-        contributions={n: contributions[:, js] if n in vector else contributions[:, js[0]] for n, js in by_set.items()},
-        accounts=accounts,
-        losses={n: float(losses[js].mean()) for n, js in by_set.items()},
-        skipped=step.skipped,
-        clip=clip,
-        audited=step.audited,
-        kept_bytes=step.kept_bytes,
-        zero_gains=accountant.directions.zero_gains,
-    )
+def _own(found: Gradients) -> Gradients:
+    """Copy gradients out of buffers that the next pass overwrites."""
+    return Gradients(found.columns, found.losses, [None if g is None else g.clone() for g in found.raw])
+
+
+def _add_scaled(total: Gradients, more: Gradients, scale: float) -> None:
+    """Add scaled gradients; a parameter that only one of both depends on counts as 0 in the other."""
+    for i, g in enumerate(more.raw):
+        if g is not None:
+            mine = total.raw[i]
+            total.raw[i] = g * scale if mine is None else mine.add_(g, alpha=scale)
+
+
+def parse_bytes(given: int | str | None) -> int | None:
+    """Read a number of bytes, or text such as "500MB" or "4 GB"."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b\s*", str(given).lower())
+    if not found:
+        raise ConfigurationError(
+            f'deferred_memory is {given!r}; accepted are bytes as an integer, or text such as "500MB" or "4GB"'
+        )
+    return int(float(found.group(1)) * 1000.0 ** " kmgt".index(found.group(2) or " "))

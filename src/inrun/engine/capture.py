@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.buffers import Buffers
 from inrun.engine.directions import Direction, Directions
 from inrun.engine.ownership import Ownership, Recorder
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Scored, Site
-from inrun.errors import CoverageError, IdsError
+from inrun.errors import CoverageError, DeferredMemoryError, IdsError
 from inrun.layers import ExpandTap, Kept, KeptRowSums, Tap, float_tensors, unused_parameters
 
 
@@ -32,6 +33,25 @@ class Pending:
 
 
 @dataclass
+class Expected:
+    """What one optimizer step keeps between backward and update, as its forwards tell it."""
+
+    limit: int | None
+    method: str
+    nbytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count one contraction; raise before the memory is taken."""
+        self.nbytes += nbytes
+        if self.limit is not None and self.nbytes > self.limit:
+            raise DeferredMemoryError(
+                f'method="{self.method}" has to keep more than {self.nbytes / 1e6:,.0f} MB from the backward until the optimizer '
+                f"steps, and deferred_memory allows {self.limit / 1e6:,.0f} MB. Raise it, take fewer samples per optimizer step, "
+                'or take method="lookahead", which keeps nothing.'
+            )
+
+
+@dataclass
 class Microbatch:
     """What one backward leaves behind for a step."""
 
@@ -40,6 +60,9 @@ class Microbatch:
     #: One probe ``[n, k]`` per lane (parameter group).
     probes: list[Tensor]
     audited: bool
+    buffers: Buffers
+    #: Bytes that the backward will keep, told from the shapes of the forward, and how many are allowed in all.
+    expected: Expected
     pending: list[Pending] = field(default_factory=list)
     #: Parameters contracted in the backward that is running, until their gradient arrives (shared with the watch).
     contracted: set[nn.Parameter] = field(default_factory=set)
@@ -69,6 +92,12 @@ class Call:
         self.names = tuple(scored)
         self.probes = tuple(micro.probes[s.lane] for s in scored.values())
         self.lanes = {name: s.lane for name, s in scored.items()}
+
+    def expect(self, lead: Tensor) -> None:
+        """Count what this call will keep until the optimizer's step."""
+        for name in self.names:
+            if self._stream(name) is None:
+                self.micro.expected.add(self.site.rule.kept_bytes(self.site.module, name, lead, self.n))
 
     def live(self, name: str) -> bool:
         """Whether the running backward adds to the probes, as it does to ``.grad``.
@@ -125,6 +154,15 @@ class Call:
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
         self.micro.pending.append(Pending(s, KeptRowSums(sums.mul_(direction.scale))))
 
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a reused buffer that lasts until the optimizer's step."""
+        return self.micro.buffers.next(self.site.scored[name], shape, like)
+
+    def keep(self, name: str, kept: Kept) -> None:
+        """Keep a contraction that waits for its direction."""
+        if self.live(name):
+            self.micro.pending.append(Pending(self._note(name, None), kept))
+
     def settle(self, name: str, saved: tuple[Any, ...], b: Any) -> Tensor | None:
         """Contract by the rule's project form, or keep for later."""
         if not self.live(name):
@@ -133,7 +171,8 @@ class Call:
         direction = self._stream(name)
         with self.capture.paused():
             if direction is None:
-                self.micro.pending.append(Pending(s, rule.keep(module, name, saved, b, self.n)))
+                take = functools.partial(self.take, name)
+                self.micro.pending.append(Pending(s, rule.keep(module, name, saved, b, self.n, take)))
                 return None
             if self.rowwise(name):
                 self.keep_rows(name, rule.contract_rows(module, name, saved, b, self.n, direction.v))
@@ -182,6 +221,8 @@ class Capture:
         self.micro: Microbatch | None = None
         self.recorder: Recorder | None = None
         self.root_call: Arguments | None = None
+        #: Called after each observed forward of the model.
+        self.after_forward: Callable[[], None] | None = None
         self._paused = False
         self._examined: set[Site] = set()
         self._patched: list[tuple[nn.Module, Any]] = []
@@ -225,9 +266,12 @@ class Capture:
         check_batch(args, kwargs, self.micro.n)
         before, self.root_call = self.root_call, (args, kwargs)
         try:
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             self.root_call = before
+        if before is None and self.after_forward is not None:
+            self.after_forward()
+        return out
 
     def _run(self, site: Site, *args: Any, **kwargs: Any) -> Any:
         if self.recorder is not None and not self._paused:
@@ -247,6 +291,7 @@ class Capture:
         call = Call(self, site, micro)
         if not call.names:
             return site.original(*args, **kwargs)
+        call.expect(lead)
         if layout == "free":
             site.forms.add("project")
             saved = site.rule.observe(site.module, args, kwargs)
@@ -277,6 +322,9 @@ class Capture:
         call = Call(self, site, micro)
         if not call.names:
             return site.original(*args, **kwargs)
+        lead = site.lead(args, kwargs)
+        if lead is not None:
+            call.expect(lead)
         saved = site.rule.observe(site.module, args, kwargs)
         out = site.original(*args, **kwargs)
         tensors = float_tensors(out)

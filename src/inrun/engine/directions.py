@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.moves import Moves
 from inrun.engine.sites import Scored
 from inrun.optimizers import UpdateRule
 
@@ -15,6 +17,17 @@ from inrun.optimizers import UpdateRule
 COLUMNS = 32
 #: Steps in which parameters are looked at for history at every step; later only when audited.
 EARLY = 20
+
+
+class Timing(enum.Enum):
+    """When directions are known."""
+
+    #: Before the backward, where the update rule has a gain by then.
+    BEFORE = enum.auto()
+    #: The validation gradient before the backward, the gain of a nonlinear update at the optimizer's step.
+    GAIN_AT_STEP = enum.auto()
+    #: Both at the optimizer's step.
+    AT_STEP = enum.auto()
 
 
 @dataclass
@@ -28,18 +41,18 @@ class Direction:
 class Directions:
     """Makes and holds the directions of a step."""
 
-    def __init__(
-        self, scored: list[Scored], rules: list[UpdateRule], optimizers: list[torch.optim.Optimizer], keep_raw: bool
-    ) -> None:
+    def __init__(self, moves: Moves, optimizers: list[torch.optim.Optimizer], timing: Timing, keep_raw: bool) -> None:
         """``keep_raw`` tells that the raw gradients serve more than one step and must not be overwritten."""
-        self.scored, self.rules, self.optimizers, self.keep_raw = scored, rules, optimizers, keep_raw
+        self.moves, self.scored, self.rules = moves, moves.scored, moves.rules
+        self.optimizers, self.timing, self.keep_raw = optimizers, timing, keep_raw
         self.raw: dict[nn.Parameter, Tensor] = {}
         self.streaming: dict[nn.Parameter, Direction] = {}
+        self.ready: dict[nn.Parameter, Tensor] = {}
         self.zero_gains = 0
 
     def forget(self) -> None:
         """Free the gradients of the last step before new ones are made."""
-        self.raw, self.streaming = {}, {}
+        self.raw, self.streaming, self.ready = {}, {}, {}
 
     def set_raw(self, raw: list[Tensor | None]) -> None:
         """Take new validation gradients, one per scored parameter."""
@@ -55,12 +68,12 @@ class Directions:
 
     def prepare(self, count: bool) -> None:
         """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
-        self.streaming, self.zero_gains = {}, 0
+        self.streaming, self.ready, self.zero_gains = {}, {}, 0
         for s in self.scored:
             raw = self.raw.get(s.parameter)
-            if raw is None:
-                continue
             rule = self.rules[s.optimizer]
+            if raw is None or self.waits(rule):
+                continue
             state = self.optimizers[s.optimizer].state.get(s.parameter, {})
             if rule.linear:
                 factor = rule.frozen(raw, s.parameter, s.group, state)
@@ -83,20 +96,44 @@ class Directions:
             return None
         return self.streaming.get(s.parameter)
 
+    def waits(self, rule: UpdateRule) -> bool:
+        """Whether all contractions of this update wait for the optimizer's step."""
+        return self.timing is not Timing.BEFORE and (self.timing is Timing.AT_STEP or not rule.linear)
+
+    def waits_at(self, s: Scored, sparse: bool) -> bool:
+        """Whether the contraction of one use of a parameter waits for the optimizer's step."""
+        rule = self.rules[s.optimizer]
+        streams = type(rule).frozen is not UpdateRule.frozen
+        return self.waits(rule) or (not rule.linear and (sparse or not streams))
+
     def is_zero(self, s: Scored) -> bool:
-        """Whether no validation loss depends on this parameter, so that it scores 0."""
-        return s.parameter not in self.raw
+        """Whether no validation loss depends on this parameter, so that it scores 0 (unknown before the step: no)."""
+        return self.timing is not Timing.AT_STEP and s.parameter not in self.raw
 
     def used_gradient(self, s: Scored) -> Tensor:
-        """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
-        gradient, scale = s.parameter.grad, getattr(s.owner, "grad_scale", None)
-        assert gradient is not None
-        return gradient if scale is None else gradient / scale
+        """Return the gradient as the optimizer will use it."""
+        return self.moves.used_gradient(s)
 
     @torch.no_grad()
-    def deferred(self, s: Scored, rows: Tensor | None) -> Tensor:
-        """Make the direction from the gradient the optimizer is about to use, for all rows or some: ``[k, ...]``."""
+    def complete(self) -> None:
+        """Make all waiting directions at once: when one of several optimizers has stepped, others' states are no help."""
+        self.ready = {}
+        for s in self.scored:
+            raw = self.raw.get(s.parameter)
+            if raw is not None and s.parameter.grad is not None and self.waits(self.rules[s.optimizer]):
+                self.ready[s.parameter] = self.moves.direction(s, raw.clone() if self.keep_raw else raw)
+
+    @torch.no_grad()
+    def deferred(self, s: Scored, rows: Tensor | None) -> Tensor | None:
+        """Make the direction from the gradient the optimizer is about to use, for all rows or some: ``[k, ...]``.
+
+        None where no validation loss depends on the parameter.
+        """
         p = s.parameter
+        if p not in self.raw:
+            return None
+        if p in self.ready:
+            return self.ready[p] if rows is None else self.ready[p][:, rows]
         state = self.optimizers[s.optimizer].state.get(p, {})
         raw, grad, weight = self.raw[p], self.used_gradient(s), p.detach()
         if rows is not None:
@@ -105,11 +142,11 @@ class Directions:
         rule, streamed = self.rules[s.optimizer], self.streaming.get(p)
         if streamed is not None and streamed.v is self.raw[p] and not rule.linear:
             raw = rule.thaw(raw, s.group, state)
-        return raw * rule.secant(grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
+        return rule.direction(raw, grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
 
     @torch.no_grad()
     def row_factors(self, s: Scored) -> Tensor:
-        """Return, per row of an output vocabulary, by how much the real step's gain differs from the streamed one, ``[p]``.
+        """Return, per row of an output vocabulary, the real step's gain over the streamed one, ``[p]``, learning rate included.
 
         A word that is rare has a tiny second moment until it occurs, and then a gradient a thousand times larger: the
         gain before the step is far too large for that row, and for no other. The factor is the ratio of the row's mean

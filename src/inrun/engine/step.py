@@ -1,8 +1,8 @@
 """One optimizer step: its microbatches, and the moment the optimizer is about to step.
 
-enter        validation gradients (unless reused), directions, audit or not
+enter        validation gradients and directions, where the method knows them by now; audit or not
 microbatch   forward and backward under observation; contractions land in the probes, some are kept
-optimizer    factor (clip, scale), coverage, kept contractions, learning rate; conservation if audited
+optimizer    factor (clip, scale), coverage, the move and its gradients, kept contractions; conservation if audited
 exit         contributions to the ledger, loss after if audited
 """
 
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.audit import Balance, check_balances, inner
-from inrun.engine.capture import Microbatch
+from inrun.engine.books import Account, Losses, measure_zero_move
+from inrun.engine.capture import Expected, Microbatch
+from inrun.engine.directions import Timing
 from inrun.engine.ids import check_ids
 from inrun.engine.sites import Scored
 from inrun.engine.validation import Column
-from inrun.errors import CoverageError, StepError
+from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
 from inrun.layers import KeptRowSums
 from inrun.layers.embedding import KeptRows
 
@@ -32,25 +34,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Account:
-    """The books of one step and validation set; all in the unit of the loss, positive = the loss fell."""
-
-    loss_before: float
-    loss_after: float
-    #: Σ_n of the contributions.
-    data: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What one step gave."""
 
     step: int
     sample_ids: Tensor
-    #: Per validation set: ``[n]``, or ``[n, m]`` for a callable that returns m losses.
+    #: Per validation set: ``[n]``, or ``[n, m]`` for a callable that returns m losses; with folds their mean.
     contributions: dict[str, Tensor]
+    #: With folds, the standard error of each contribution, ``[n]``.
+    standard_errors: dict[str, Tensor]
     #: Per validation set; None on steps that were not audited.
     accounts: dict[str, Account | None]
+    #: Validation losses where the method took their gradients (``first``: at the weights before the step).
     losses: dict[str, float]
     #: Why the step was not scored, or None.
     skipped: str | None
@@ -59,6 +54,8 @@ class StepResult:
     audited: bool
     #: Bytes kept from the backward until the optimizer's step.
     kept_bytes: int
+    #: The same, as told from shapes before the backward.
+    expected_bytes: int
     #: Entries that scored 0 because the optimizer had no history of them (counted in early and audited steps).
     zero_gains: int
 
@@ -76,8 +73,18 @@ class Step:
         self.skipped: str | None = None
         self.audited = False
         self.settled: dict[int, float] = {}
+        #: How many calls of each optimizer's ``step`` are running, one inside the other.
+        self.depth: dict[int, int] = {}
+        #: Factors between backward and optimizer, as they stood when the directions were completed.
+        self.factors: dict[int, float] = {}
+        #: Optimizers whose gradients were changed by more than one factor.
+        self.reworked: set[int] = set()
+        self.at: Losses = Losses()
+        self.expected: Expected | None = None
         self.contributions: list[Tensor] = []
         self.balances: dict[nn.Parameter, Balance] = {}
+        #: The loss scaler found infinities and will not let the optimizer step.
+        self.held_back = False
         self.kept_bytes = 0
         self.broken = False
         self.lr: float | None = None
@@ -93,9 +100,10 @@ class Step:
             self.audited = a.audits.due(a.steps_done)
             a.audits.begin()
             a.watch.reset()
-            self.columns, self.losses = a.prepare_directions()
-            if not bool(torch.isfinite(self.losses).all()):
-                self.skipped = f"validation loss is not finite: {self.losses.tolist()}"
+            a.buffers.begin_step()
+            self.expected = a.expected()
+            a.prepare_directions(self)
+            self._check_losses()
             if self.given_ids is not None:
                 self._open(self.given_ids)
         except BaseException:
@@ -130,17 +138,22 @@ class Step:
             self.accountant.capture.micro = None
         self._check_coverage()
 
+    def _check_losses(self) -> None:
+        if self.losses is not None and not bool(torch.isfinite(self.losses).all()):
+            self.skipped = self.skipped or f"validation loss is not finite: {self.losses.tolist()}"
+
     def _open(self, ids: Tensor) -> None:
         if self.settled:
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         a = self.accountant
-        k = len(self.columns)
+        # Where all contractions wait, nothing adds to the probes, but they still tell which backward is the training's.
+        k = max(len(self.columns), 1)
         probes = [
             torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True) for _ in range(a.lane_count)
         ]
-        micro = Microbatch(ids, a.directions, probes, self.audited, contracted=a.watch.contracted)
+        assert self.expected is not None
+        micro = Microbatch(ids, a.directions, probes, self.audited, a.buffers, self.expected, contracted=a.watch.contracted)
         self.microbatches.append(micro)
-        self.contributions.append(torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device))
         a.capture.micro = micro
 
     def _close(self) -> None:
@@ -174,10 +187,15 @@ class Step:
         a.watch.check_history()
         if self.lr is None:
             self.lr = float(a.optimizers[0].param_groups[0]["lr"])
-        factor = a.watch.factor(mine) / a.loss_scale(optimizer)
-        self.settled[optimizer] = factor
         a.watch.settled = True
         a.capture.micro = None
+        if self.held_back:
+            self.settled[optimizer] = 1.0
+            return
+        if not self.settled:
+            self._complete()
+        factor = self._factor(optimizer, mine)
+        self.settled[optimizer] = factor
         for micro, total in zip(self.microbatches, self.contributions, strict=True):
             for lane, group in a.lanes_of(optimizer):
                 grad = micro.probes[lane].grad
@@ -188,6 +206,47 @@ class Step:
             began = time.perf_counter()
             self._balance_streaming(mine, factor)
             a.audits.spent(time.perf_counter() - began)
+
+    def _complete(self) -> None:
+        """Before the first optimizer steps: take what waits for the real gradients, for all optimizers at once."""
+        a = self.accountant
+        if a.directions.timing is not Timing.BEFORE:
+            for i in range(len(a.optimizers)):
+                seen = [s for s in a.scored if s.optimizer == i and s.parameter in a.watch.seen]
+                if seen:
+                    self.factors[i] = self._measure_factor(i, seen)
+        if a.directions.timing is Timing.AT_STEP:
+            a.prepare_at_step(self)
+            self._check_losses()
+        a.directions.complete()
+        if self.audited:
+            began = time.perf_counter()
+            measure_zero_move(a.real_moves, a.validation, a.steps_done, self.at)
+            a.audits.spent(time.perf_counter() - began)
+        shape = len(self.columns)
+        self.contributions = [torch.zeros(m.n, shape, dtype=a.probe_dtype, device=a.device) for m in self.microbatches]
+
+    def _measure_factor(self, optimizer: int, mine: list[Scored]) -> float:
+        """Return the factor between backward and optimizer; note where it is not one number and need not be."""
+        a = self.accountant
+        streams = any(s.parameter in a.directions.streaming for s in mine)
+        found = a.watch.factor(mine, strict=streams)
+        if found is None:
+            self.reworked.add(optimizer)
+            return 1.0
+        return found / a.loss_scale(optimizer)
+
+    def _factor(self, optimizer: int, mine: list[Scored]) -> float:
+        if optimizer not in self.factors:
+            return self._measure_factor(optimizer, mine)
+        if len(self.settled) and self.accountant.directions.timing is not Timing.BEFORE:
+            now = self._measure_factor(optimizer, mine)
+            if abs(now - self.factors[optimizer]) > 1e-5 * abs(now):
+                raise StepError(
+                    "a gradient was clipped or unscaled after another optimizer had stepped; the whole move is measured before the "
+                    "first one steps. Clip and unscale (scaler.unscale_) for all optimizers before the first optimizer.step()."
+                )
+        return self.factors[optimizer]
 
     def _settle_pending(self, optimizer: int, factor: float) -> None:
         """Contract what was kept, one parameter after the other so that each direction is made once."""
@@ -204,20 +263,48 @@ class Step:
                     if s not in row_factors:
                         row_factors[s] = a.directions.row_factors(s)
                     c = kept.weigh(row_factors[s])
-                    self.contributions[index].add_(c.to(a.probe_dtype), alpha=float(s.group["lr"]) * factor)
+                    self.contributions[index].add_(c.to(a.probe_dtype), alpha=factor)
                 else:
                     waiting.setdefault(s, []).append((index, kept))
             micro.pending = [p for p in micro.pending if p.scored.optimizer != optimizer]
         for s, kepts in waiting.items():
-            rows = _joint_rows([kept for _, kept in kepts])
+            rows = _joint_rows([kept for _, kept in kepts]) if a.directions.rules[s.optimizer].elementwise else None
             v = a.directions.deferred(s, rows)
+            if v is None:
+                continue
+            ratio = None if optimizer not in self.reworked else self._ratio(s, [kept for _, kept in kepts])
+            turned = v if ratio is None else v * (ratio if rows is None else ratio[rows])
             contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
             for index, kept in kepts:
-                c = kept.contract(v) if rows is None else kept.contract_rows(rows, v)
-                self.contributions[index].add_(c.to(a.probe_dtype), alpha=float(s.group["lr"]) * factor)
+                c = kept.contract(turned) if rows is None else kept.contract_rows(rows, turned)
+                self.contributions[index].add_(c.to(a.probe_dtype), alpha=factor)
                 contributed += c.double().sum(0)
             if self.audited:
                 self._balance_pending(s, [kept for _, kept in kepts], rows, v, contributed, factor)
+
+    def _ratio(self, s: Scored, kepts: list[Any]) -> Tensor:
+        """Return entry by entry what was done to a gradient since the backward (value clipping, clipping by groups).
+
+        The share of a sample is then P ∘ ratio ∘ g_n. Added noise is nobody's share: where signs turn, raise.
+        """
+        a = self.accountant
+        used = a.directions.used_gradient(s)
+        total = torch.stack([kept.total() for kept in kepts]).sum(0).to(used.dtype)
+        before = float(a.watch.seen[s.parameter].norm)
+        if abs(float(torch.linalg.vector_norm(total)) - before) > 1e-3 * before:
+            raise ConservationError(
+                f"at step {a.steps_done} the samples' gradients of {s.name} do not add up to its gradient: some of it flows "
+                "through no sample's rows (a penalty on the weights in the loss, a weight multiplied outside its module)"
+            )
+        clear = total.abs() > 1e-3 * before / max(total.numel(), 1) ** 0.5
+        ratio = used / torch.where(total == 0, 1.0, total)
+        if bool((clear & (ratio < 0)).any()):
+            raise OptimizerError(
+                f"between backward and optimizer.step() entries of the gradient of {s.name} changed their sign: something was "
+                "added to it (noise?), which is no sample's share. Clipping and scaling of any kind can be scored."
+            )
+        largest = float(ratio[clear].max()) if bool(clear.any()) else 0.0
+        return torch.where(total == 0, 0.0, ratio.clamp(0.0, largest))
 
     def _balance_pending(
         self, s: Scored, kepts: list[Any], rows: Tensor | None, v: Tensor, contributed: Tensor, factor: float
@@ -260,6 +347,8 @@ class Step:
         expected = {s.optimizer for s in a.scored if s.parameter in a.watch.seen}
         if not a.watch.seen:
             raise StepError("the step had no backward: call loss.backward() and optimizer.step() inside it")
+        if not self.contributions:  # no optimizer stepped, or the scaler held it back
+            self.contributions = [torch.zeros(m.n, len(self.columns), device=a.device) for m in self.microbatches]
         contributions = torch.cat(self.contributions)
         if expected - stepped:
             norms = torch.stack([note.norm.double() for note in a.watch.seen.values()])

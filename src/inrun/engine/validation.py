@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor, nn
 
+from inrun.engine.folds import Folds
 from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, seed_of
 from inrun.errors import ConfigurationError, ValidationError
 
@@ -18,15 +20,18 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Column:
-    """One direction: a validation set, or one point of a set whose callable returns a vector."""
+    """One direction: a validation set, one point of a set whose callable returns a vector, or one fold."""
 
     name: str
     point: int | None
+    is_fold: bool = False
 
     @property
     def label(self) -> str:
-        """Return the name in the ledger, ``name`` or ``name[j]``."""
-        return self.name if self.point is None else f"{self.name}[{self.point}]"
+        """Return the name in the ledger: ``name``, ``name[j]`` of a point, ``name#j`` of a fold."""
+        if self.point is None:
+            return self.name
+        return f"{self.name}#{self.point}" if self.is_fold else f"{self.name}[{self.point}]"
 
 
 @dataclass
@@ -37,6 +42,35 @@ class Gradients:
     losses: Tensor  # [k]
     #: Per parameter ``[k, *shape]``; None where no validation loss depends on it.
     raw: list[Tensor | None]
+
+
+Differentiate = Callable[[Tensor, bool], list[Tensor | None]]
+
+
+def _gradient(point: Tensor, parameters: list[nn.Parameter], last: bool) -> list[Tensor | None]:
+    return list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
+
+
+def _bent_gradient(
+    point: Tensor, parameters: list[nn.Parameter], move: dict[nn.Parameter, Tensor], last: bool
+) -> list[Tensor | None]:
+    """Return ∇ℓ + ½H·d."""
+    first = torch.autograd.grad(point, parameters, create_graph=True, allow_unused=True)
+    slopes = [(g * move[p]).sum() for g, p in zip(first, parameters, strict=True) if g is not None and p in move]
+    slope = torch.stack(slopes).sum() if slopes else point.new_zeros(())
+    if not slope.requires_grad:  # a loss that is linear in the weights has no curvature
+        return [None if g is None else g.detach() for g in first]
+    try:
+        bend = torch.autograd.grad(slope, parameters, retain_graph=not last, allow_unused=True)
+    except RuntimeError as error:
+        raise ValidationError(
+            f'the validation loss cannot be differentiated twice ({error}); take hessian="differences" (two more gradients '
+            'instead of a double backward), or method="midpoint", which needs no Hessian'
+        ) from error
+    return [
+        None if g is None else (g.detach() if h is None else torch.add(g.detach(), h, alpha=0.5))
+        for g, h in zip(first, bend, strict=True)
+    ]
 
 
 def _separate(raw: list[Tensor | None]) -> None:
@@ -50,7 +84,8 @@ def _separate(raw: list[Tensor | None]) -> None:
             seen.add(address)
 
 
-def _wants_step(fn: Loss) -> bool:
+def _wants_step(fn: Loss | Folds) -> bool:
+    fn = fn.fn if isinstance(fn, Folds) else fn
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -68,7 +103,11 @@ class Validation:
         if not named:
             raise ConfigurationError("validation= is empty; give at least one callable that returns a loss")
         for name, fn in named.items():
-            if not callable(fn):
+            if set("#[]") & set(str(name)):
+                raise ConfigurationError(
+                    f"validation name {name!r}: #, [ and ] tell folds and points in the ledger; leave them out"
+                )
+            if not isinstance(fn, Folds) and not callable(fn):
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
         if mode not in ("eval", "train"):
             raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
@@ -84,7 +123,8 @@ class Validation:
 
     def _loss(self, name: str, step: int) -> Tensor:
         fn, wants_step = self.callables[name]
-        loss = fn(self.model, step) if wants_step else fn(self.model)
+        call = fn.fn if isinstance(fn, Folds) else fn
+        loss = call(self.model, step) if wants_step else call(self.model)
         if not isinstance(loss, Tensor):
             raise ValidationError(
                 f"validation {name!r} returned {type(loss).__name__}; it must return a tensor: "
@@ -95,7 +135,7 @@ class Validation:
                 f"validation {name!r} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}; "
                 "it must be a floating-point scalar, or a vector with one loss per validation point"
             )
-        return loss
+        return fn.split(loss) if isinstance(fn, Folds) else loss
 
     def _quiet(self, name: str, step: int) -> Any:
         salt = 1 + self.names.index(name)
@@ -116,6 +156,17 @@ class Validation:
 
     def gradients(self, parameters: list[nn.Parameter], step: int) -> Gradients:
         """Return losses and gradients; ``.grad`` is not touched."""
+        return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last))
+
+    def bent_gradients(self, parameters: list[nn.Parameter], step: int, move: dict[nn.Parameter, Tensor]) -> Gradients:
+        """Return losses and ∇ℓ + ½H·d for a move d, by differentiating ⟨∇ℓ, d⟩ once more.
+
+        Attention runs on the MATH backend in this pass alone: the fused kernels cannot be differentiated twice.
+        """
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return self._each_point(parameters, step, lambda point, last: _bent_gradient(point, parameters, move, last))
+
+    def _each_point(self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate) -> Gradients:
         columns: list[Column] = []
         losses: list[Tensor] = []
         found: list[list[Tensor | None]] = []
@@ -129,10 +180,10 @@ class Validation:
                         "do not call it under no_grad, and do not detach the model's output"
                     )
                 points = loss.reshape(-1)
+                in_folds = isinstance(self.callables[name][0], Folds)
                 for j, point in enumerate(points):
-                    last = j + 1 == len(points)
-                    found.append(list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True)))
-                    columns.append(Column(name, None if loss.dim() == 0 else j))
+                    found.append(differentiate(point, j + 1 == len(points)))
+                    columns.append(Column(name, None if loss.dim() == 0 else j, in_folds))
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
         _separate(raw)

@@ -96,11 +96,11 @@ class GradientWatch:
             handle.remove()
 
     @torch.no_grad()
-    def factor(self, scored: list[Scored]) -> float:
-        """Return the one number by which all gradients were multiplied since the backward.
+    def factor(self, scored: list[Scored], strict: bool = True) -> float | None:
+        """Return the one number by which all gradients were multiplied since the backward; None if there is none.
 
         Raises:
-            OptimizerError: The change is not one number for all parameters.
+            OptimizerError: The change is not one number for all parameters, and ``strict``.
         """
         seen = [(s, self.seen[s.parameter]) for s in scored if s.parameter in self.seen]
         if all(note.untouched(s.parameter.grad) for s, note in seen):
@@ -125,12 +125,14 @@ class GradientWatch:
         first = torch.stack([note.sketch.double().norm() for _, note in seen]).cpu()
         off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
         bad = torch.nonzero(off).flatten().tolist()
+        if bad and not strict:
+            return None
         if bad:
             names = ", ".join(seen[i][0].name for i in bad[:5])
             raise OptimizerError(
                 "between backward and optimizer.step() the gradient was changed by something other than one factor for "
                 f"all parameters (seen at {names}). Accepted: norm clipping over all parameters, loss scaling, division "
                 "by accumulation steps. Value clipping, per-group clipping and gradient noise cannot be scored with a "
-                'direction made before the backward; use update="sgd" without them, or clip by the global norm.'
+                'direction made before the backward; take update="secant", or clip by the global norm.'
             )
         return c

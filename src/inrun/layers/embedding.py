@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, register
+from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, Take, register
 from inrun.layers.rows import SCRATCH_BYTES, row_dots, scratch_like
 
 
@@ -81,7 +81,21 @@ class EmbeddingRule(Rule):
         """Gather the direction's rows and contract."""
         return gather_contract(saved[0], saved[1], b, n, v)
 
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
+    def total(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
+        """Scatter the output gradients of all samples into one table."""
+        tokens, padding = saved
+        flat = b.reshape(-1, b.shape[-1])
+        if padding is not None:
+            flat = flat.masked_fill(padding.reshape(-1, 1), 0.0)
+        return flat.new_zeros(module.get_parameter(name).shape).index_add_(0, tokens.reshape(-1), flat)
+
+    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
+        """Return the size of tokens and output gradients; a look-up without batch has one output per sample."""
+        parameter = module.get_parameter(name)
+        rows = lead.numel() * (1 if lead.shape[:1] == (n,) or lead.numel() % n == 0 else n)
+        return rows * (parameter.shape[1] * parameter.element_size() + 8)
+
+    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, take: Take) -> Kept:
         """Keep tokens and output gradients."""
         tokens, padding = saved  # tokens are copied: loaders like to refill one buffer
         return KeptRows(self, module, name, (tokens.clone(), padding), b, n)

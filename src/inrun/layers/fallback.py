@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from inrun.errors import StepError
-from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, dot_each
+from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, Take, dot_each
 
 log = logging.getLogger("inrun")
 
@@ -58,9 +58,13 @@ class FallbackRule(Rule):
         """Form per-sample gradients by vmap over samples."""
         return sample_gradients_vmap(module, name, saved[0], b, n)
 
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> Kept:
+    def keep(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, take: Take) -> Kept:
         """Keep the arguments and output gradients."""
         return KeptFactors(self, module, name, saved, b, n)
+
+    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
+        """Guess: an output of the size of the input. Both are alive anyway until the backward is through."""
+        return 2 * lead.nbytes
 
 
 class Recorded:

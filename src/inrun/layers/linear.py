@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, register, register_finder
+from inrun.layers.registry import Kept, KeptFactors, KeptGradients, Rule, Saved, Take, register, register_finder
 from inrun.layers.rows import SCRATCH_BYTES, by_sample, row_dots, scratch_like, sum_positions
 from inrun.layers.tap import Observer
 
@@ -106,13 +106,17 @@ def contract_formed(g: Tensor, v: Tensor, rowwise: bool) -> Tensor:
     return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
 
 
-def keep_outer(rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
-    """Keep the smaller of inputs + output gradients and per-sample gradients of a weight."""
-    a = by_sample(saved[0], n, 1)
-    t, i, o = a.shape[1], a.shape[2], b.shape[-1]
-    if name == "bias" or i * o < t * (i + o):
-        return KeptGradients(rule.sample_gradient(module, name, saved, b, n))
-    return KeptFactors(rule, module, name, saved, b, n)
+def gradients_are_smaller(t: int, p: int, q: int) -> bool:
+    """Whether per-sample gradients p·q take less memory than inputs and output gradients t·(p + q)."""
+    return p * q <= t * (p + q)
+
+
+def form_outer(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
+    """Form g_n = Σ_t x_nt y_ntᵀ, ``[n, p, q]``, into ``out``; return their sum, which is the weight gradient."""
+    n, p, q = out.shape
+    torch.bmm(x.transpose(1, 2), y, out=out)
+    # A product with ones: it reads at the speed of memory, which a reduction over the leading dimension does not.
+    return (out.new_ones(1, n) @ out.view(n, -1)).view(p, q)
 
 
 @register(nn.Linear)
@@ -152,9 +156,31 @@ class LinearRule(Rule):
         x, y = self._factors(saved, b, n)
         return contract_outer_rows(x, y, v)
 
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
+    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, take: Take) -> Kept:
         """Keep the smaller of factors and per-sample gradients."""
-        return keep_outer(self, module, name, saved, b, n)
+        if name == "bias":
+            return KeptGradients(self.sample_gradient(module, name, saved, b, n))
+        x, y = self._factors(saved, b, n)
+        if not gradients_are_smaller(x.shape[1], x.shape[2], y.shape[2]):
+            return KeptFactors(self, module, name, saved, b, n)
+        dtype = torch.promote_types(x.dtype, y.dtype)
+        g = take((n, x.shape[2], y.shape[2]), x.to(dtype))
+        return KeptGradients(torch.bmm(x.to(dtype).transpose(1, 2), y.to(dtype), out=g))
+
+    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
+        """The smaller of both."""
+        parameter = module.get_parameter(name)
+        if name == "bias":
+            return super().kept_bytes(module, name, lead, n)
+        (p, q), t = parameter.shape, lead.numel() // max(lead.shape[-1] * n, 1)
+        return n * min(p * q, t * (p + q)) * lead.element_size()
+
+    def total(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
+        """One product over all positions."""
+        if name == "bias":
+            return super().total(module, name, saved, b, n)
+        x, y = self._factors(saved, b, n)
+        return x.reshape(-1, x.shape[-1]).t() @ y.reshape(-1, y.shape[-1]).to(x.dtype)
 
     def shared_forward(self, module: nn.Module, args: tuple[Any, ...], observer: Observer, forced: bool) -> Tensor | None:
         """Own the layer's backward where the weight is scored and the cost model prefers it."""
@@ -202,7 +228,11 @@ class SharedLinear(torch.autograd.Function):
             grad_a = (flat @ (weight.t() if rule.transposed else weight)).view(a.shape)
         x, y = rule._factors((a,), b, observer.n)
         v = observer.direction("weight")
-        if v is None:
+        if v is None and gradients_are_smaller(x.shape[1], x.shape[2], y.shape[2]):
+            formed = observer.take("weight", (observer.n, x.shape[2], y.shape[2]), x)
+            grad_weight = form_outer(x, y, formed)
+            observer.keep("weight", KeptGradients(formed))
+        elif v is None:
             grad_weight = x.reshape(-1, x.shape[-1]).t() @ y.reshape(-1, y.shape[-1])
             scores["weight"] = observer.settle("weight", (a,), b)
         else:
@@ -217,7 +247,10 @@ class SharedLinear(torch.autograd.Function):
             grad_bias = bias_rows.sum(0)
             if "bias" in observer.names:
                 v = observer.direction("bias")
-                scores["bias"] = observer.settle("bias", (a,), b) if v is None else observer.book("bias", bias_rows @ v.t())
+                if v is None:
+                    observer.keep("bias", KeptGradients(bias_rows))
+                else:
+                    scores["bias"] = observer.book("bias", bias_rows @ v.t())
         return (grad_a, grad_weight, grad_bias, None, None, *(scores.get(name) for name in observer.names))
 
 

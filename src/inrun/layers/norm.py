@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from inrun.layers.registry import Rule, Saved, dot_each, register, register_finder
-from inrun.layers.rows import SCRATCH_BYTES, by_sample, scratch_like
+from inrun.layers.registry import KeptGradients, Rule, Saved, dot_each, register, register_finder
+from inrun.layers.rows import SCRATCH_BYTES, by_sample, scratch_like, sum_positions
 from inrun.layers.tap import Observer
 
 
@@ -40,12 +40,14 @@ class NormRule(Rule):
         return sum_in_full_precision(self.normalise(module, saved[0]) * b, n, feature_dims)
 
 
-def settle_formed(observer: Observer, formed: dict[str, Tensor], saved: Saved, b: Tensor) -> list[Tensor | None]:
+def settle_formed(observer: Observer, formed: dict[str, Tensor]) -> list[Tensor | None]:
     """Turn formed per-sample gradients into probe gradients, or keep the ones that are deferred."""
     scores: list[Tensor | None] = []
     for name in observer.names:
         v = observer.direction(name)
-        scores.append(observer.settle(name, saved, b) if v is None else observer.book(name, dot_each(formed[name], v)))
+        if v is None:
+            observer.keep(name, KeptGradients(formed[name]))
+        scores.append(None if v is None else observer.book(name, dot_each(formed[name], v)))
     return scores
 
 
@@ -88,40 +90,44 @@ class SharedLayerNorm(torch.autograd.Function):
         """Return the framework's gradients, and ⟨g_n, v⟩ for the probes."""
         x, mean, rstd, weight = ctx.saved_tensors
         observer, b = ctx.observer, grads[0].contiguous()
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.bias is not None and ctx.needs_input_grad[2]]
-        usual = torch.ops.aten.native_layer_norm_backward(b, x, weight.shape, mean, rstd, weight, ctx.bias, wanted)
-        scores: list[Tensor | None] = []
-        for name in observer.names:
-            v = observer.direction(name)
-            if v is None:
-                scores.append(observer.settle(name, (x,), b))
-            elif name == "bias":
-                scores.append(observer.book(name, by_sample(b.view(-1, v.shape[1]) @ v.t(), observer.n, 1).sum(1)))
-            else:
-                scores.append(observer.book(name, contract_normalised(x, mean, rstd, b, v, observer.n)))
-        return (*(g if want else None for g, want in zip(usual, wanted, strict=True)), None, None, *scores)
+        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_x = None
+        if of_input:
+            mask = [True, False, False]
+            grad_x = torch.ops.aten.native_layer_norm_backward(b, x, weight.shape, mean, rstd, weight, ctx.bias, mask)[0]
+        formed = {}
+        if of_weight:
+            formed["weight"] = form_normalised(x, mean, rstd, b, observer.n)
+        if ctx.bias is not None and of_bias:
+            formed["bias"] = sum_positions(by_sample(b, observer.n, 1))
+        usual = (formed[name].sum(0) if name in formed else None for name in ("weight", "bias"))
+        return (grad_x, *usual, None, None, *settle_formed(observer, formed))
 
 
-def contract_normalised(x: Tensor, mean: Tensor, rstd: Tensor, b: Tensor, v: Tensor, n: int) -> Tensor:
-    """Return Σ_t r_t (b ∘ (x − μ))_nt · v, ``[n, k]``: the per-sample gradients are never formed.
+def form_normalised(x: Tensor, mean: Tensor, rstd: Tensor, b: Tensor, n: int) -> Tensor:
+    """Return Σ_t r_t (b ∘ (x − μ))_nt, ``[n, d]``, which are the per-sample gradients of a layer norm's weight.
 
     Centring comes first, since b · x and μ b · 1 nearly cancel where the mean is large. The one temporary is a reused
     buffer: fresh pages would cost more than the arithmetic.
     """
-    d = v.shape[1]
-    piece = max(1, SCRATCH_BYTES // (d * x.element_size()))
-    rows = zip(x.reshape(-1, d).split(piece), mean.reshape(-1, 1).split(piece), b.view(-1, d).split(piece), strict=True)
-    parts = [torch.sub(x_p, mean_p, out=scratch_like(x_p)).mul_(b_p) @ v.t() for x_p, mean_p, b_p in rows]
-    return by_sample(torch.cat(parts).mul_(rstd.reshape(-1, 1)), n, 1).sum(1)
+    x, b, mean = by_sample(x, n, 1), by_sample(b, n, 1), mean.reshape(n, -1, 1)
+    rows = rstd.reshape(n, 1, -1)
+    piece = max(1, SCRATCH_BYTES * n // max(x.nbytes, 1))
+    parts = []
+    for first in range(0, n, piece):
+        group = slice(first, first + piece)
+        centred = torch.sub(x[group], mean[group], out=scratch_like(x[group]))
+        parts.append(torch.bmm(rows[group], centred.mul_(b[group]))[:, 0])
+    return torch.cat(parts) if parts else x.new_zeros(0, x.shape[2])
 
 
 class ScaleRows(torch.autograd.Function):
     """``x̂ ∘ weight`` with the weight gradient as the sum of the per-sample gradients (the shared form of RMS norms)."""
 
     @staticmethod
-    def forward(ctx: Any, normalised: Tensor, weight: Tensor, x: Tensor, observer: Observer, *probes: Tensor) -> Tensor:
+    def forward(ctx: Any, normalised: Tensor, weight: Tensor, observer: Observer, *probes: Tensor) -> Tensor:
         """Scale the normalised rows."""
-        ctx.save_for_backward(normalised, weight, x)
+        ctx.save_for_backward(normalised, weight)
         ctx.observer = observer
         return normalised * weight
 
@@ -129,10 +135,10 @@ class ScaleRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Return the usual gradients, and ⟨g_n, v⟩ for the probes."""
         (b,) = grads
-        normalised, weight, x = ctx.saved_tensors
+        normalised, weight = ctx.saved_tensors
         formed = {"weight": sum_in_full_precision(b * normalised, ctx.observer.n, weight.dim())}
-        scores = settle_formed(ctx.observer, formed, (x,), b)
-        return (b * weight, formed["weight"].sum(0).to(weight.dtype), None, None, *scores)
+        scores = settle_formed(ctx.observer, formed)
+        return (b * weight, formed["weight"].sum(0).to(weight.dtype), None, *scores)
 
 
 @register(nn.RMSNorm)
@@ -151,7 +157,7 @@ class RMSNormRule(NormRule):
         (x,) = args
         if x.dtype != module.weight.dtype:
             return None
-        out: Tensor = ScaleRows.apply(self.normalise(module, x), module.weight, x.detach(), observer, *observer.probes)
+        out: Tensor = ScaleRows.apply(self.normalise(module, x), module.weight, observer, *observer.probes)
         return out
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from inrun.layers.tap import Observer
 
 Saved = tuple[Any, ...]
+#: ``take(shape, like)`` gives a reused buffer that lasts until the optimizer's step.
+Take = Callable[[tuple[int, ...], Tensor], Tensor]
 
 
 def flatten_directions(v: Tensor) -> Tensor:
@@ -36,7 +38,9 @@ def flatten_directions(v: Tensor) -> Tensor:
 
 def dot_each(g: Tensor, v: Tensor) -> Tensor:
     """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
-    return g.reshape(g.shape[0], -1).to(v.dtype) @ flatten_directions(v).t()
+    flat = g.reshape(g.shape[0], -1).to(v.dtype)
+    # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
+    return torch.stack([torch.mv(flat, d) for d in flatten_directions(v).unbind(0)], dim=1)
 
 
 class Rule:
@@ -78,9 +82,21 @@ class Rule:
         """Return ⟨g_n, v⟩ row by row of the parameter, ``[n, k, p]``; asked for where ``rows_are_classes``."""
         raise NotImplementedError(f"{type(self).__name__} does not contract row by row")
 
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Kept:
-        """Keep what a later contraction needs: inputs and output gradients, or per-sample gradients if smaller."""
+    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, take: Take) -> Kept:
+        """Keep what a later contraction needs: inputs and output gradients, or per-sample gradients if smaller.
+
+        Anything large goes into buffers that ``take`` gives, since fresh pages at every step cost more than filling them.
+        """
         return KeptGradients(self.sample_gradient(module, name, saved, b, n))
+
+    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
+        """Return what ``keep`` will hold for a call with input ``lead``, told from its shape before the backward."""
+        parameter = module.get_parameter(name)
+        return n * parameter.numel() * max(parameter.element_size(), 4)
+
+    def total(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
+        """Return Σ_n g_n, ``[*shape]``: what this call gave to the parameter's gradient."""
+        return self.sample_gradient(module, name, saved, b, n).sum(0)
 
     def shared_forward(self, module: nn.Module, args: tuple[Any, ...], observer: Observer, forced: bool) -> Tensor | None:
         """Run the layer with a backward of our own, or return None.
@@ -101,6 +117,10 @@ class Kept:
         """Return the rows of the parameter that can be non-zero in g_n, or None for all."""
         return None
 
+    def total(self) -> Tensor:
+        """Return Σ_n g_n, ``[*shape]``."""
+        raise NotImplementedError
+
     def nbytes(self) -> int:
         """Return the memory that is held until the optimizer steps."""
         raise NotImplementedError
@@ -114,8 +134,12 @@ class KeptGradients(Kept):
         self.g = g
 
     def contract(self, v: Tensor) -> Tensor:
-        """Contract by one matrix product."""
+        """Contract by one product per direction."""
         return dot_each(self.g, v)
+
+    def total(self) -> Tensor:
+        """Add them up."""
+        return self.g.sum(0)
 
     def nbytes(self) -> int:
         """Return the bytes of the gradients."""
@@ -158,6 +182,11 @@ class KeptFactors(Kept):
         """Contract by the rule's project form."""
         self.check()
         return self.rule.contract(self.module, self.name, self.saved, self.b, self.n, v)
+
+    def total(self) -> Tensor:
+        """Leave the sum to the rule."""
+        self.check()
+        return self.rule.total(self.module, self.name, self.saved, self.b, self.n)
 
     def nbytes(self) -> int:
         """Return the bytes of inputs and output gradients."""

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inrun.layers.registry import Kept
+
 
 class Observer(Protocol):
     """One forward call of one module, as the autograd functions see it (implemented by the engine)."""
@@ -32,6 +34,14 @@ class Observer(Protocol):
 
     def keep_rows(self, name: str, sums: Tensor) -> None:
         """Keep a row-by-row contraction until the factors of the rows are known."""
+        ...
+
+    def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return a reused buffer that lasts until the optimizer's step."""
+        ...
+
+    def keep(self, name: str, kept: Kept) -> None:
+        """Keep a contraction until its direction is known."""
         ...
 
     def book(self, name: str, contributions: Tensor) -> Tensor:

@@ -2,5 +2,6 @@
 
 from inrun.ledger.memory import MemoryLedger
 from inrun.ledger.record import SIGN, UNIT, LedgerWriter, StepRecord
+from inrun.ledger.summary import Summary, read_run, summarise
 
-__all__ = ["SIGN", "UNIT", "LedgerWriter", "MemoryLedger", "StepRecord"]
+__all__ = ["SIGN", "UNIT", "LedgerWriter", "MemoryLedger", "StepRecord", "Summary", "read_run", "summarise"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from inrun.ledger.record import StepRecord
+from inrun.errors import LedgerError
+from inrun.ledger.record import SIGN, UNIT, StepRecord
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, SCORES
 
 
 class MemoryLedger:
@@ -38,43 +43,57 @@ class MemoryLedger:
             "validation": pa.array([x for x in labels for a in self._values[x] for _ in range(len(a))], pa.string()),
             "contribution": pa.array(_join([a for x in labels for a in self._values[x]], np.float32)),
         }
-        return pa.table(columns)
+        return pa.table(columns, schema=CONTRIBUTIONS)
 
     def accounts(self) -> pa.Table:
-        """Return the accounts, one row per step and validation set."""
-        return pa.Table.from_pylist(self._accounts)
+        """Return the accounts, one row per step and validation set (or point, or fold)."""
+        return pa.Table.from_pylist(self._accounts, schema=ACCOUNTS)
 
     def scores(self) -> pa.Table:
-        """Return one row per sample and validation set, ordered by both; ``score`` is the sum of contributions."""
-        parts = [_sum_up(x, _join(self._ids[x]), _join(self._steps[x]), _join(self._values[x])) for x in self._values]
-        schema = pa.schema(
-            [
-                ("sample_id", pa.int64()),
-                ("validation", pa.string()),
-                ("score", pa.float64()),
-                ("times_used", pa.int64()),
-                ("first_step", pa.int64()),
-                ("last_step", pa.int64()),
-            ]
-        )
-        return pa.concat_tables([p.cast(schema) for p in parts]) if parts else schema.empty_table()
+        """Return one row per sample and validation set, ordered by both.
+
+        ``score`` is the sum of contributions; of a set in folds it is their mean, and ``standard_error`` tells its error.
+        """
+        folds: dict[str, list[str]] = {}
+        for label in self._values:
+            folds.setdefault(label.partition("#")[0], []).append(label)
+        parts = [self._sum_up(name, labels) for name, labels in folds.items()]
+        return pa.concat_tables(parts) if parts else SCORES.empty_table()
+
+    def _sum_up(self, name: str, labels: list[str]) -> pa.Table:
+        ids, steps = _join(self._ids[labels[0]]), _join(self._steps[labels[0]])
+        order = np.argsort(ids, kind="stable")
+        unique, start, counts = np.unique(ids[order], return_index=True, return_counts=True)
+
+        def gather(how: Any, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return how.reduceat(values[order], start) if len(ids) else values[order]
+
+        sums = np.stack([gather(np.add, _join(self._values[x]).astype(np.float64)) for x in labels])
+        k = len(labels)
+        error = sums.std(axis=0, ddof=1) / k**0.5 if k > 1 else np.full(len(unique), np.nan)
+        columns = {
+            "sample_id": unique,
+            "validation": pa.array([name] * len(unique), pa.string()),
+            "score": sums.mean(axis=0),
+            "standard_error": pa.array(error, from_pandas=True),
+            "times_used": counts.astype(np.int64),
+            "first_step": gather(np.minimum, steps),
+            "last_step": gather(np.maximum, steps),
+        }
+        return pa.table(columns, schema=SCORES)
+
+    def save(self, folder: str | Path, about: dict[str, Any]) -> Path:
+        """Write what is held so far as Parquet, with ``about`` in ``run.json``; refuses a folder that has a run already."""
+        path = Path(folder)
+        if (path / "run.json").exists():
+            raise LedgerError(f"{path} holds a run already; give a new folder")
+        for name, table in (("contributions", self.contributions()), ("accounts", self.accounts())):
+            (path / name).mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, path / name / "part-0.parquet", write_page_checksum=True)
+        described = {"schema": 1, "sign": SIGN, "unit": UNIT, **about}
+        (path / "run.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        return path
 
 
 def _join(arrays: list[Any], dtype: Any = None) -> npt.NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)
-
-
-def _sum_up(label: str, ids: npt.NDArray[Any], steps: npt.NDArray[Any], values: npt.NDArray[Any]) -> pa.Table:
-    order = np.argsort(ids, kind="stable")
-    ids, steps, values = ids[order], steps[order], values[order].astype(np.float64)
-    unique, start, counts = np.unique(ids, return_index=True, return_counts=True)
-    return pa.table(
-        {
-            "sample_id": unique,
-            "validation": pa.array([label] * len(unique), pa.string()),
-            "score": np.add.reduceat(values, start) if len(ids) else values,
-            "times_used": counts.astype(np.int64),
-            "first_step": np.minimum.reduceat(steps, start) if len(ids) else steps,
-            "last_step": np.maximum.reduceat(steps, start) if len(ids) else steps,
-        }
-    )

@@ -12,15 +12,46 @@ import math
 import torch
 from torch import Tensor
 
-from inrun.optimizers.registry import Group, State, UpdateRule, register
+from inrun.optimizers.quotient import QuotientRule, slope_of_root
+from inrun.optimizers.registry import Group, State, chunks_of, held, learning_rate, next_step, register, sign_of
+
+
+class MomentsRule(QuotientRule):
+    """What Adam, NAdam and RAdam share: the second moment s_t = β₂s + (1−β₂)z², r = √(s_t / (1−β₂ᵗ))."""
+
+    def correction(self, group: Group, state: State) -> float:
+        """Return what s_t is divided by."""
+        return 1.0 - float(group["betas"][1]) ** next_step(state)
+
+    def _second(self, z: Tensor, group: Group, state: State) -> Tensor:
+        beta2 = float(group["betas"][1])
+        return torch.addcmul(held(state, "exp_avg_sq", z) * beta2, z, z, value=1.0 - beta2)
+
+    def size(self, z: Tensor, group: Group, state: State) -> Tensor:
+        """Return √(s_t / (1−β₂ᵗ)); amsgrad takes the largest s so far."""
+        second = self._second(z, group, state)
+        if group.get("amsgrad", False):
+            second = torch.maximum(second, held(state, "max_exp_avg_sq", z))
+        return torch.sqrt(second / self.correction(group, state))
+
+    def slope(self, z0: Tensor, z1: Tensor, r0: Tensor, r1: Tensor, group: Group, state: State) -> Tensor:
+        """The divided difference of s_t is (1−β₂)(z₀ + z₁)."""
+        slope = (z0 + z1) * (1.0 - float(group["betas"][1]))
+        if group.get("amsgrad", False):
+            largest = held(state, "max_exp_avg_sq", z0)
+            slope = slope_above(largest, self._second(z0, group, state), self._second(z1, group, state), slope, z1 - z0)
+        return slope_of_root(slope / self.correction(group, state), r0, r1)
 
 
 @register(torch.optim.Adam)
-class AdamRule(UpdateRule):
+class AdamRule(MomentsRule):
     """Adam's update; elementwise but not linear in the gradient."""
 
-    #: AdamW shrinks the weights beside the update; Adam adds λw to the gradient, unless its group says otherwise.
-    decoupled = False
+    def numerator(self, like: Tensor, group: Group, state: State) -> tuple[Tensor | float, Tensor | float]:
+        """Return lr/(1−β₁ᵗ) times β₁m and 1−β₁."""
+        beta1 = float(group["betas"][0])
+        step = learning_rate(group) / (1.0 - beta1 ** next_step(state))
+        return held(state, "exp_avg", like) * (step * beta1), step * (1.0 - beta1)
 
     def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
         """Divide by √(s_{t−1} / (1−β₂ᵗ⁻¹)) + ε; entries that never had a gradient get the gain 0.
@@ -58,46 +89,44 @@ class AdamRule(UpdateRule):
         """Only where every entry has had a gradient."""
         return "exp_avg_sq" in state and self.without_history(state) == 0
 
+    @torch.no_grad()
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
-        """Return the divided difference of the update between no gradient and the real one, in closed form.
+        """Return the divided difference in closed form: every step's work for AdamW, so its usual case has a path of its own."""
+        usual = self.coupled(group) == 0.0 and not group["amsgrad"] and float(group["betas"][1]) > 0.0
+        if not usual or "exp_avg_sq" not in state or gradient.device.type == "mps":
+            return super().secant(gradient, parameter, group, state)
+        return self._fast_secant(gradient, group, state)
 
-        With z₀ = λw, z₁ = z₀ ± G, q(z) the bias-corrected second moment and D = √q + ε:
+    def _fast_secant(self, gradient: Tensor, group: Group, state: State) -> Tensor:
+        """Return the gain without coupled decay and amsgrad, in place in scratch buffers that stay in cache.
 
-            (u(z₁) − u(z₀)) / (z₁ − z₀) ∝ (1−β₁)/D₁ − (β₁m + (1−β₁)z₀) · q′ / ((√q₀ + √q₁) D₀ D₁)
+        Sizes are kept in units of √(β₂ / (1−β₂ᵗ)), so that r₀ = √s; with κ = (1−β₂)/β₂ and k = lr/(1−β₁ᵗ) in that unit
 
-        with q′ = (q₁ − q₀)/(z₁ − z₀). No difference of nearly equal numbers is taken, however small G is.
+            gain = (±k(1−β₁) − kβ₁κ · mG / ((r₀ + r₁) D₀)) / D₁,      r₁ = √(s + κG²),  D = r + ε/unit
         """
         beta1, beta2 = (float(b) for b in group["betas"])
-        t = float(state["step"]) + 1.0 if "step" in state else 1.0
-        correction1, correction2 = 1.0 - beta1**t, 1.0 - beta2**t
-        entering = (1.0 - beta2) / correction2
-        sign, eps = -1.0 if group["maximize"] else 1.0, float(group["eps"])
-        zero = gradient.new_zeros(()).expand_as(gradient)
-        first, second = state.get("exp_avg", zero), state.get("exp_avg_sq", zero)
-        z1 = -gradient if group["maximize"] else gradient
-        coupled = float(group["weight_decay"]) != 0.0 and not group.get("decoupled_weight_decay", self.decoupled)
-        if coupled:
-            z0 = parameter * float(group["weight_decay"])
-            z1 = z0 + z1
-            held, slope = beta1 * first + (1.0 - beta1) * z0, entering * (z0 + z1)
-            q0 = torch.addcmul(second * (beta2 / correction2), z0, z0, value=entering)
-            q1 = torch.addcmul(second * (beta2 / correction2), z1, z1, value=entering)
-        else:
-            held, slope = beta1 * first, entering * z1
-            q0 = second * (beta2 / correction2)
-            q1 = torch.addcmul(q0, z1, z1, value=entering)
-        if group["amsgrad"]:
-            largest = state.get("max_exp_avg_sq", zero) / correction2
-            slope = _slope_above(largest, q0, q1, slope, z1 - z0 if coupled else z1)
-            q0, q1 = torch.maximum(q0, largest), torch.maximum(q1, largest)
-        r0, r1 = q0.sqrt_(), q1.sqrt_()
-        both = r0 + r1
-        d0, d1 = r0.add_(eps), r1.add_(eps)
-        # Both moments 0 and no gradient: nothing moves, whatever the samples' gradients that cancelled.
-        moves = both > 0
-        drag = held.mul(slope).div_(both.mul_(d0))
-        gain = drag.neg_().add_(1.0 - beta1).div_(d1).mul_(sign / correction1)
-        return torch.where(moves, gain, 0.0)
+        t = next_step(state)
+        unit, entering = math.sqrt(beta2 / (1.0 - beta2**t)), (1.0 - beta2) / beta2
+        eps, k = float(group["eps"]) / unit, learning_rate(group) / (1.0 - beta1**t) / unit
+        g, m, s = gradient.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+        out = torch.empty_like(g, memory_format=torch.contiguous_format)
+        parts = chunks_of(g)
+        scratch = torch.empty(4, parts[0].stop if parts else 0, dtype=torch.float64, device=g.device)
+        fresh = scratch.new_full((), sign_of(group) * k * (1.0 - beta1))
+        for some in parts:
+            a, b, r0, r1 = scratch[:, : some.stop - some.start]
+            a.copy_(g[some])
+            r0.copy_(s[some])
+            torch.addcmul(r0, a, a, value=entering, out=r1)
+            b.copy_(m[some]).mul_(a)
+            r0.sqrt_()
+            # No second moment and no gradient: nothing moves, whatever the samples' gradients that cancelled.
+            torch.threshold_(r1.sqrt_(), 0.0, math.inf)
+            torch.add(r0, r1, out=a)
+            a.mul_(r0.add_(eps))
+            torch.addcdiv(fresh, b, a, value=-k * beta1 * entering, out=b)
+            out[some] = b.div_(r1.add_(eps))
+        return out.view(gradient.shape)
 
 
 @register(torch.optim.AdamW)
@@ -107,7 +136,7 @@ class AdamWRule(AdamRule):
     decoupled = True
 
 
-def _slope_above(floor: Tensor, q0: Tensor, q1: Tensor, slope: Tensor, step: Tensor) -> Tensor:
+def slope_above(floor: Tensor, q0: Tensor, q1: Tensor, slope: Tensor, step: Tensor) -> Tensor:
     """Return the divided difference of max(floor, q) over a step of z, given that of q."""
     crossing = (torch.maximum(q1, floor) - torch.maximum(q0, floor)) / torch.where(step == 0, 1.0, step)
     both_above = (q0 >= floor) & (q1 >= floor)

@@ -1,7 +1,9 @@
-"""What an optimizer does to a gradient: the registry by optimizer class.
+"""What one real optimizer step does to a weight, and how it is shared out: the registry by optimizer class.
 
-A rule describes one update u(G) of one parameter through its *gain*, −P per unit of learning rate, so that the share
-of sample n is δ_n = −lr · gain ∘ g_n and its contribution lr · ⟨g_n, gain ∘ ∇ℓ⟩.
+A rule describes the move u(G) = w' − w of one parameter as a function of the gradient G the optimizer is about to use.
+u(0) is what happens without data (momentum, weight decay). The rest is shared out linearly: sample n gets P∘g_n with
+P = (u(G) − u(0)) / G, so that its contribution is ⟨g_n, v⟩ with the direction v = −P∘∇ℓ. Learning rates are included
+everywhere but in ``frozen``.
 """
 
 from __future__ import annotations
@@ -18,15 +20,133 @@ from inrun.errors import OptimizerError
 Group = dict[str, Any]
 State = dict[str, Any]
 
+#: Entries worked on at once: the scratch buffers stay in a core's cache. A GPU has no such limit, but launches cost.
+CHUNK = {"cpu": 2**17}
+CHUNK_ELSEWHERE = 2**22
+#: A gradient this much smaller than the entry's scale is replaced by one of this size: u is straight there, and the
+#: difference of two float64 numbers still has 1e-8 of relative accuracy.
+TINY = 1e-7
+#: Gauss-Legendre points and weights on [0, 1] by their number.
+_quadrature: dict[int, list[tuple[float, float]]] = {}
+
 
 class UpdateRule:
-    """The update of one optimizer class."""
+    """The update of one optimizer class. ``move`` is all that a rule must bring.
+
+    Shapes: ``gradient``, ``parameter`` and the state's entries of that shape may be the same selection of rows of a
+    parameter where ``elementwise``; scalars of the state (the step) stay.
+    """
 
     #: True where the gain is one number per tensor, known before the gradient.
     linear: bool = False
+    #: True where entry j of the move depends on entry j of gradient, weight and state only.
+    elementwise: bool = True
+    #: Points on the way from no gradient to the real one, where the update is not elementwise.
+    points: int = 4
 
     def check(self, group: Group) -> None:
         """Raise OptimizerError for options the rule does not describe."""
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> UpdateRule:
+        """Return the rule for one optimizer, after checking its groups; some keep options outside the groups."""
+        for group in optimizer.param_groups:
+            self.check(group)
+        return self
+
+    def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return u(G): the whole change of the weight that the next real step would make with this gradient.
+
+        Args:
+            gradient: The gradient as the optimizer sees it, ``[*shape]``; its dtype is the one computed in.
+            parameter: The weight before the step, ``[*shape]``.
+            group: Its parameter group.
+            state: Its optimizer state before the step; may be empty. Nothing is modified.
+
+        Returns:
+            w' − w with learning rate, momentum and weight decay, ``[*shape]``; differentiable in the gradient where
+            the rule is not elementwise.
+        """
+        raise NotImplementedError
+
+    def varying(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return the move up to a part that does not depend on the gradient: less to cancel in a difference."""
+        return self.move(gradient, parameter, group, state)
+
+    def scale(self, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return a gradient size, ``[*shape]``, far below which the update is straight; 0 where there is no history.
+
+        Used for gradients that are 0 or nearly so. By default the largest of what the state holds for an entry, which
+        may be a gradient or its square (the smaller of |x| and √|x| is taken), and the coupled weight decay.
+        """
+        decay = 0.0 if group.get("decoupled_weight_decay", False) else option(group, "weight_decay")
+        size = parameter.detach().abs() * decay
+        for x in state.values():
+            if isinstance(x, Tensor) and x.shape == parameter.shape and x.is_floating_point():
+                size = torch.maximum(size, torch.minimum(x.abs(), x.abs().sqrt()).to(size.dtype))
+        return size
+
+    @torch.no_grad()
+    def zero_move(self, parameter: Tensor, group: Group, state: State) -> tuple[Tensor | None, Tensor]:
+        """Return the weight decay in the zero-gradient move (None where it cannot be told from memory), and that move."""
+        zeros = torch.zeros_like(parameter, dtype=at_least_float32(parameter.dtype))
+        decay = None if option(group, "weight_decay") != 0.0 else zeros.new_zeros(()).expand_as(zeros)
+        return decay, self.move(zeros, parameter, group, state)
+
+    @torch.no_grad()
+    def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
+        """Return the gain −P = (u(0) − u(G)) / G elementwise, given the gradient the optimizer is about to use.
+
+        Samples may cancel to G = 0 while none of them is 0, so that the limit matters: there, and where G is tiny, the
+        difference is taken over a small step in the direction of G. No history and no gradient is a gain of 0 if the
+        update jumps there (Adam's first step): nothing moves.
+        """
+        if not self.elementwise:
+            raise OptimizerError(f"{type(self).__name__} is not elementwise: it has directions, but no gain per entry")
+
+        def difference(g: Tensor, w: Tensor, part: State) -> Tensor:
+            least = self.scale(w, group, part).to(g.dtype) * TINY
+            step = torch.where(g.abs() < least, torch.where(g < 0, -least, least), g)
+            still = self.varying(torch.zeros_like(g), w, group, part)
+
+            def slope(step: Tensor) -> Tensor:
+                return (still - self.varying(step, w, group, part)) / step
+
+            none = step == 0
+            if not bool(none.any()):
+                return slope(step)
+            # No gradient and nothing to measure it by. A jump shows in a gain that grows as the gradient shrinks.
+            usual = g.abs().max()
+            usual = torch.where(usual == 0, 1.0, usual).expand_as(g)
+            small = slope(usual * 1e-3)
+            small = torch.where(small.abs() <= 10 * slope(usual).abs(), small, 0.0)
+            return torch.where(none, small, slope(torch.where(none, usual, step)))
+
+        return by_chunks(difference, gradient, parameter, state)
+
+    @torch.no_grad()
+    def direction(self, raw: Tensor, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return v = −P∘∇ℓ, ``[k, *shape]``, from validation gradients ``raw`` of the same shape.
+
+        Where the update is not elementwise, P is the mean of its Jacobian along the way s·G, s from 0 to 1:
+        v = −Σ_q w_q J(s_q G)ᵀ ∇ℓ with Gauss-Legendre points. The shares then sum to the move as far as the points reach.
+        """
+        if self.elementwise:
+            return raw * self.secant(gradient, parameter, group, state)
+        dtype = at_least_float32(torch.promote_types(raw.dtype, gradient.dtype))
+        real, weight, cotangents = gradient.detach().to(dtype), parameter.detach(), raw.detach().to(dtype)
+        v = torch.zeros_like(cotangents)
+        for s, part in self.path(real, weight, group, state):
+            with torch.enable_grad():
+                at = (s * real).requires_grad_()
+                moved = self.move(at, weight, group, state)
+            for k, cotangent in enumerate(cotangents):
+                (pulled,) = torch.autograd.grad(moved, at, cotangent, retain_graph=k + 1 < len(cotangents))
+                v[k].add_(pulled, alpha=-part)
+        return v.to(raw.dtype)
+
+    def path(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> list[tuple[float, float]]:
+        """Return the points s of the way s·G at which the Jacobian is taken, and their weights."""
+        return gauss_legendre(self.points)
 
     def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
         """Turn validation gradients into directions in place, with the state as it stands before the step.
@@ -38,9 +158,10 @@ class UpdateRule:
             state: Its optimizer state.
 
         Returns:
-            The factor still to be applied, or None where the gain is not known before the gradient.
+            The factor still to be applied beside the learning rate, or None where the gain is not known before the
+            gradient: the parameter then waits for it.
         """
-        raise NotImplementedError
+        return None
 
     def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:
         """Return the validation gradients from which ``frozen`` made ``v``, where no gain was 0."""
@@ -54,24 +175,96 @@ class UpdateRule:
         """Whether ``frozen`` can be undone, so that no copy of the validation gradients is needed."""
         return False
 
-    def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
-        """Return (u(0) − u(G)) / (lr · G) elementwise, given the gradient the optimizer is about to use.
 
-        All tensors may be the same selection of rows of a parameter.
-        """
-        raise NotImplementedError
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in for tensors of a dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def learning_rate(group: Group) -> float:
+    """Return the learning rate of a group as a number."""
+    if group.get("lr") is None:
+        raise OptimizerError("the parameter group has no learning rate `lr`, as a number or a tensor of one entry")
+    return float(group["lr"])
+
+
+def option(group: Group, name: str) -> float:
+    """Return an option of a group as a number; 0 if it is absent or None."""
+    return float(group.get(name) or 0.0)
+
+
+def sign_of(group: Group) -> float:
+    """Return −1 where the optimizer maximises, else 1."""
+    return -1.0 if group.get("maximize", False) else 1.0
+
+
+def held(state: State, name: str, like: Tensor) -> Tensor:
+    """Return a tensor of the state in the dtype of ``like``; zeros before the first step."""
+    x = state.get(name)
+    return like.new_zeros(()).expand_as(like) if x is None else x.to(like.dtype)
+
+
+def next_step(state: State) -> float:
+    """Return the number of the step that is about to happen, counted from 1."""
+    return float(state.get("step", 0.0)) + 1.0
+
+
+def by_chunks(f: Callable[[Tensor, Tensor, State], Tensor], gradient: Tensor, parameter: Tensor, state: State) -> Tensor:
+    """Apply an elementwise function of gradient, weight and state in float64, some entries at a time."""
+    shape, device = gradient.shape, gradient.device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    flat = {k: x.reshape(-1) for k, x in state.items() if isinstance(x, Tensor) and x.shape == shape}
+    g, w = gradient.reshape(-1), parameter.detach().reshape(-1)
+    out = torch.empty_like(g, memory_format=torch.contiguous_format)
+    for some in chunks_of(g):
+        part = state | {k: x[some] for k, x in flat.items()}
+        out[some] = f(g[some].to(wide), w[some].to(wide), part)
+    return out.view(shape)
+
+
+def chunks_of(flat: Tensor) -> list[slice]:
+    """Return slices that cover a flat tensor."""
+    size = CHUNK.get(flat.device.type, CHUNK_ELSEWHERE)
+    return [slice(i, min(i + size, flat.numel())) for i in range(0, flat.numel(), size)]
+
+
+def in_panels(edges: list[float], points: int) -> list[tuple[float, float]]:
+    """Return points and weights on the panels between edges, which descend from 1 to 0."""
+    panels, inner = zip(edges[1:], edges[:-1], strict=True), gauss_legendre(points)
+    return [(low + s * (high - low), part * (high - low)) for low, high in panels for s, part in inner]
+
+
+def gauss_legendre(points: int) -> list[tuple[float, float]]:
+    """Return points on [0, 1] and their weights.
+
+    They are the eigenvalues of the tridiagonal matrix of the Legendre recurrence, the weights the squared first entries
+    of its eigenvectors (Golub and Welsch).
+    """
+    if points not in _quadrature:
+        k = torch.arange(1, points, dtype=torch.float64)
+        beside = k / torch.sqrt(4 * k * k - 1)
+        x, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
+        _quadrature[points] = list(zip(((1 + x) / 2).tolist(), vectors[0].square().tolist(), strict=True))
+    return _quadrature[points]
 
 
 _rules: dict[type[torch.optim.Optimizer], UpdateRule] = {}
+_rules_by_name: dict[str, UpdateRule] = {}
 U = TypeVar("U", bound=type[UpdateRule])
 
 
-def register(*optimizer_classes: type[torch.optim.Optimizer]) -> Callable[[U], U]:
-    """Register an update rule for optimizer classes (and subclasses that keep their ``step``)."""
+def register(*optimizer_classes: type[torch.optim.Optimizer] | str) -> Callable[[U], U]:
+    """Register an update rule for optimizer classes (and subclasses that keep their ``step``).
+
+    A class of a package that should not be imported is given as ``"package.module.Class"``, where it is defined.
+    """
 
     def add(rule: U) -> U:
         for cls in optimizer_classes:
-            _rules[cls] = rule()
+            if isinstance(cls, str):
+                _rules_by_name[cls] = rule()
+            else:
+                _rules[cls] = rule()
         return rule
 
     return add
@@ -82,13 +275,22 @@ class PlainRule(UpdateRule):
 
     linear = True
 
+    def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return ∓lr · G."""
+        return gradient * (-sign_of(group) * learning_rate(group))
+
+    def zero_move(self, parameter: Tensor, group: Group, state: State) -> tuple[Tensor | None, Tensor]:
+        """In the proxy nothing happens without data."""
+        zeros = torch.zeros((), dtype=at_least_float32(parameter.dtype), device=parameter.device).expand_as(parameter)
+        return zeros, zeros
+
     def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
         """The gain is 1, or −1 where the optimizer maximises."""
-        return -1.0 if group.get("maximize", False) else 1.0
+        return sign_of(group)
 
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
-        """The same number."""
-        return -1.0 if group.get("maximize", False) else 1.0
+        """The same number times the learning rate."""
+        return sign_of(group) * learning_rate(group)
 
 
 plain = PlainRule()
@@ -103,12 +305,10 @@ def find_update(optimizer: torch.optim.Optimizer) -> UpdateRule:
     """Return the update rule of an optimizer, or raise with what is registered."""
     cls = type(optimizer)
     for base in cls.__mro__:
-        if base in _rules and _update_of(cls) is _update_of(base):
-            rule = _rules[base]
-            for group in optimizer.param_groups:
-                rule.check(group)
-            return rule
-    known = ", ".join(sorted(c.__name__ for c in _rules))
+        rule = _rules.get(base) or _rules_by_name.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None and _update_of(cls) is _update_of(base):
+            return rule.bind(optimizer)
+    known = ", ".join(sorted({c.__name__ for c in _rules} | set(_rules_by_name)))
     raise OptimizerError(
         f"no update rule for {cls.__module__}.{cls.__name__}; known are {known}. "
         'Use update="sgd" for the plain-SGD proxy, or register a rule with inrun.optimizers.register.'

@@ -1,11 +1,21 @@
-"""SGD with momentum, Nesterov momentum, dampening and weight decay: linear in the gradient."""
+"""SGD and ASGD: linear in the gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from inrun.optimizers.registry import Group, State, UpdateRule, register
+from inrun.optimizers.registry import (
+    Group,
+    State,
+    UpdateRule,
+    at_least_float32,
+    held,
+    learning_rate,
+    option,
+    register,
+    sign_of,
+)
 
 
 @register(torch.optim.SGD)
@@ -14,17 +24,96 @@ class SGDRule(UpdateRule):
 
     linear = True
 
+    def _coefficients(self, group: Group, state: State) -> tuple[float, float]:
+        """Return the coefficients of d and of the old buffer in the update."""
+        momentum, buffer = option(group, "momentum"), state.get("momentum_buffer")
+        if momentum == 0.0:
+            return 1.0, 0.0
+        entering, kept = (1.0, 0.0) if buffer is None else (1.0 - option(group, "dampening"), momentum)
+        return (1.0 + momentum * entering, momentum * kept) if group["nesterov"] else (entering, kept)
+
+    def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return −lr · (coefficient · d + coefficient · buffer)."""
+        fresh, old = self._coefficients(group, state)
+        lr, weight = learning_rate(group), parameter.detach().to(gradient.dtype)
+        d = gradient * sign_of(group) + weight * option(group, "weight_decay")
+        moved = d * (-lr * fresh)
+        return moved if old == 0.0 else moved - held(state, "momentum_buffer", gradient) * (lr * old)
+
+    @torch.no_grad()
+    def zero_move(self, parameter: Tensor, group: Group, state: State) -> tuple[Tensor | None, Tensor]:
+        """Decay enters linearly like the gradient, so that this step's part of it can be told from the buffer."""
+        weight = parameter.detach().to(at_least_float32(parameter.dtype))
+        fresh, old = self._coefficients(group, state)
+        lr = learning_rate(group)
+        decay = weight * (-lr * fresh * option(group, "weight_decay"))
+        return decay, decay if old == 0.0 else decay - held(state, "momentum_buffer", weight) * (lr * old)
+
     def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
         """Return the coefficient of G in the update; decay and the old buffer are the zero-gradient move."""
-        sign = -1.0 if group["maximize"] else 1.0
-        momentum = float(group["momentum"])
-        if momentum == 0.0:
-            return sign
-        entering = 1.0 if state.get("momentum_buffer") is None else 1.0 - float(group["dampening"])
-        return sign * (1.0 + momentum * entering if group["nesterov"] else entering)
+        return sign_of(group) * self._coefficients(group, state)[0]
 
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
         """A linear update is its own secant."""
-        factor = self.frozen(gradient, parameter, group, state)
-        assert factor is not None
-        return factor
+        return sign_of(group) * self._coefficients(group, state)[0] * learning_rate(group)
+
+
+@register(torch.optim.ASGD)
+class ASGDRule(UpdateRule):
+    """w ← w − η·(±G + (λ + λ′)·w), λ the weight decay and λ′ the option ``lambd``; the average of the weights is beside it.
+
+    η is a state: a step uses the one that the step before left, lr / (1 + λ′·lr·t)^α, and leaves the next one behind. So
+    it answers to a new learning rate one step late, and is not 0 when the learning rate has just become 0; that is why
+    the rule does not call itself linear, though the update is.
+    """
+
+    def _eta(self, group: Group, state: State) -> float:
+        if "eta" in state:
+            return float(state["eta"])
+        # The optimizer will keep the number in its scalar dtype from the start, rounded.
+        double = torch.get_default_dtype() == torch.float64
+        return float(torch.tensor(learning_rate(group), dtype=torch.float64 if double else torch.float32))
+
+    def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return −η·(±G + (λ + λ′)·w)."""
+        shrink = option(group, "lambd") + option(group, "weight_decay")
+        weight = parameter.detach().to(gradient.dtype)
+        return (gradient * sign_of(group) + weight * shrink) * -self._eta(group, state)
+
+    @torch.no_grad()
+    def zero_move(self, parameter: Tensor, group: Group, state: State) -> tuple[Tensor | None, Tensor]:
+        """All of it is decay: λ and λ′ both pull the weights to 0."""
+        whole = self.move(torch.zeros_like(parameter, dtype=at_least_float32(parameter.dtype)), parameter, group, state)
+        return whole, whole
+
+    def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:
+        """Return η per unit of learning rate, where there is one."""
+        lr = learning_rate(group)
+        return None if lr == 0.0 else sign_of(group) * self._eta(group, state) / lr
+
+    def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
+        """A linear update is its own secant."""
+        return sign_of(group) * self._eta(group, state)
+
+
+@register(torch.optim.Rprop)
+class RpropRule(UpdateRule):
+    """w ← w − sign(G) · size, the size of an entry growing while its gradient keeps its sign.
+
+    size ← size · η₊ where G agrees in sign with the last gradient, size · η₋ where not (then the weight stays), kept
+    within bounds. Elementwise; without a gradient nothing moves, and the learning rate is only the first size.
+    """
+
+    def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return −sign(G) · size, 0 where the sign has changed."""
+        shrink, grow = (float(x) for x in group["etas"])
+        least, most = (float(x) for x in group["step_sizes"])
+        g = gradient * sign_of(group)
+        agrees = torch.sign(g * held(state, "prev", gradient))
+        size = held(state, "step_size", gradient) if "step_size" in state else torch.full_like(gradient, learning_rate(group))
+        size = torch.where(agrees > 0, size * grow, torch.where(agrees < 0, size * shrink, size)).clamp(least, most)
+        return torch.where(agrees < 0, 0.0, -torch.sign(g) * size)
+
+    def scale(self, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """The update is a sign: it has no straight part, and no gradient is no gain."""
+        return torch.zeros_like(parameter)

@@ -1,0 +1,148 @@
+"""The move that the optimizer is about to make, parameter by parameter, and the model at places along it.
+
+u(0) = δ_∅ is what would happen without a gradient, u(G) the real move. Their difference is the data's part,
+−gain ∘ G with the gain −P of the update rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.buffers import Buffers
+from inrun.engine.sites import Scored
+from inrun.optimizers import UpdateRule
+
+Shift = Callable[[Scored, Tensor], None]
+Place = contextlib.AbstractContextManager[None]
+
+
+class Moves:
+    """Gains and moves of the scored parameters, made from the gradients the optimizers are about to use."""
+
+    def __init__(self, scored: list[Scored], rules: list[UpdateRule], frozen: bool, buffers: Buffers) -> None:
+        """``frozen`` takes the linearisation with the state before the step for the gain, where there is one."""
+        self.scored, self.rules, self.frozen, self.buffers = scored, rules, frozen, buffers
+        self.gains: dict[nn.Parameter, Tensor | float] = {}
+
+    @staticmethod
+    def state(s: Scored) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter."""
+        return s.owner.state.get(s.parameter, {})
+
+    @staticmethod
+    def used_gradient(s: Scored) -> Tensor:
+        """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
+        gradient, scale = s.parameter.grad, getattr(s.owner, "grad_scale", None)
+        assert gradient is not None
+        return gradient if scale is None else gradient / scale
+
+    def moving(self) -> list[Scored]:
+        """Return the parameters that the coming steps move: optimizers pass over those without a gradient."""
+        return [s for s in self.scored if s.parameter.grad is not None]
+
+    def forget(self) -> None:
+        """Drop the gains of the last step."""
+        self.gains = {}
+
+    def gain(self, s: Scored) -> Tensor | float:
+        """Return −P, learning rate included; made once per step."""
+        if s.parameter not in self.gains:
+            self.gains[s.parameter] = self._make_gain(s)
+        return self.gains[s.parameter]
+
+    def _make_gain(self, s: Scored) -> Tensor | float:
+        rule, state, weight = self.rules[s.optimizer], self.state(s), s.parameter.detach()
+        gradient = self.used_gradient(s)
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        if (rule.linear or self.frozen) and not (s.some_sparse and not rule.linear):
+            ones = weight.new_ones((1, 1) if rule.linear else (1, *weight.shape), dtype=dtype)
+            factor = rule.frozen(ones, weight, s.group, state)
+            if factor is not None:
+                scale = factor * float(s.group["lr"])
+                return scale if rule.linear else ones[0].mul_(scale)
+        return rule.secant(gradient.to(dtype), weight.to(dtype), s.group, state)
+
+    def direction(self, s: Scored, raw: Tensor) -> Tensor:
+        """Return v = gain ∘ ∇̄ for validation gradients ``[k, *shape]``, which are overwritten."""
+        rule = self.rules[s.optimizer]
+        if rule.elementwise:
+            return raw.mul_(self.gain(s))
+        gradient = self.used_gradient(s).to(raw.dtype)
+        return rule.direction(raw, gradient, s.parameter.detach().to(raw.dtype), s.group, self.state(s))
+
+    def _add(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
+        """Add zero · δ_∅ + data · (data's part) to ``out``, which may be the weight itself: all is computed before writing."""
+        rule, at, state = self.rules[s.optimizer], s.parameter.detach(), self.state(s)
+        without = rule.zero_move(at, s.group, state)[1]
+        if data == 0.0:
+            out.add_(without, alpha=zero)
+            return
+        gradient = self.used_gradient(s)
+        if not rule.elementwise:
+            whole = rule.move(gradient.to(torch.promote_types(gradient.dtype, torch.float32)), at, s.group, state)
+            out.add_(without, alpha=zero - data).add_(whole, alpha=data)
+            return
+        gain = self.gain(s)
+        out.add_(without, alpha=zero)
+        if isinstance(gain, Tensor):
+            out.addcmul_(gain.to(out.dtype), gradient.to(out.dtype), value=-data)
+        else:
+            out.add_(gradient, alpha=-data * gain)
+
+    @contextlib.contextmanager
+    def shifted(self, moving: list[Scored], shift: Shift) -> Iterator[None]:
+        """Let ``shift(s, weight)`` change the weights for the time of the block; then put them back, from copies."""
+        saved: list[tuple[Tensor, Tensor]] = []
+        # The content comes back bit for bit, so graphs that saved these weights stay valid: do not count the writes.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(s.parameter for s in moving)):
+            try:
+                with torch.no_grad():
+                    for s in moving:
+                        weight = s.parameter.detach()
+                        saved.append((weight, self.buffers.named(("weights", s), weight).copy_(weight)))
+                        shift(s, weight)
+                yield
+            finally:
+                with torch.no_grad():
+                    for weight, copy in saved:
+                        weight.copy_(copy)
+
+    def at_zero_move(self, moving: list[Scored]) -> Place:
+        """Hold the model at w + δ_∅."""
+        return self.shifted(moving, lambda s, weight: self._add(s, weight, 1.0, 0.0))
+
+    def at_decay(self, moving: list[Scored]) -> Place | None:
+        """Hold the model at w + the decay's part of δ_∅; None where it cannot be told apart from the optimizer's memory."""
+        parts = {}
+        for s in moving:
+            parts[s] = self.rules[s.optimizer].zero_move(s.parameter.detach(), s.group, self.state(s))[0]
+            if parts[s] is None:
+                return None
+        return self.shifted(moving, lambda s, weight: _add_part(weight, parts[s]))
+
+    def along(self, moving: list[Scored], fraction: float) -> Place:
+        """Hold the model at w + δ_∅ + fraction · (data's part)."""
+        return self.shifted(moving, lambda s, weight: self._add(s, weight, 1.0, fraction))
+
+    def at(self, moving: list[Scored], where: dict[nn.Parameter, Tensor], scale: float) -> Place:
+        """Hold the model at w + scale · d."""
+        return self.shifted(moving, lambda s, weight: _add_part(weight, where[s.parameter], scale))
+
+    @torch.no_grad()
+    def twice_to_the_middle(self, moving: list[Scored]) -> dict[nn.Parameter, Tensor]:
+        """Return δ_∅ + Δ = 2δ_∅ + data's part, per parameter."""
+        found = {}
+        for s in moving:
+            found[s.parameter] = self.buffers.named(("move", s), s.parameter.detach()).zero_()
+            self._add(s, found[s.parameter], 2.0, 1.0)
+        return found
+
+
+def _add_part(weight: Tensor, part: Tensor | None, scale: float = 1.0) -> None:
+    assert part is not None
+    weight.add_(part, alpha=scale)

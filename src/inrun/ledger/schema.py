@@ -1,0 +1,43 @@
+"""The columns of the books."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+CONTRIBUTIONS = pa.schema(
+    [("step", pa.int64()), ("sample_id", pa.int64()), ("validation", pa.string()), ("contribution", pa.float32())]
+)
+ACCOUNTS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("validation", pa.string()),
+        ("loss_before", pa.float64()),
+        ("loss_after", pa.float64()),
+        ("data", pa.float64()),
+        ("spread", pa.float64()),
+        ("optimizer", pa.float64()),
+        ("momentum", pa.float64()),
+        ("decay", pa.float64()),
+        ("residual", pa.float64()),
+        ("lr", pa.float64()),
+        ("clip", pa.float64()),
+        ("n_samples", pa.int64()),
+        ("skipped", pa.string()),
+    ]
+)
+SCORES = pa.schema(
+    [
+        ("sample_id", pa.int64()),
+        ("validation", pa.string()),
+        ("score", pa.float64()),
+        ("standard_error", pa.float64()),
+        ("times_used", pa.int64()),
+        ("first_step", pa.int64()),
+        ("last_step", pa.int64()),
+    ]
+)
+
+
+def base_name(label: str) -> str:
+    """Return the validation set that a column belongs to: ``name`` of ``name#3`` (fold) and ``name[3]`` (point)."""
+    return label.partition("#")[0].partition("[")[0]

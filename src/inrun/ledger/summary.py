@@ -1,0 +1,180 @@
+"""The books of a run in one page: what the data did, what the optimizer did, how far the method is off."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from inrun.errors import LedgerError
+from inrun.ledger.schema import ACCOUNTS, base_name
+
+#: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
+BALANCED, COARSE = 0.01, 0.10
+
+
+@dataclass(frozen=True)
+class WorstStep:
+    """An audited step with a large residual."""
+
+    step: int
+    residual: float
+    relative: float
+
+
+@dataclass
+class SetSummary:
+    """The books of one validation set over the audited steps; all in the unit of the loss, positive = the loss fell."""
+
+    validation: str
+    steps: int
+    audited: int
+    skipped: int
+    fall: float
+    data: float
+    #: None where the optimizer's own part was not measured, or its parts cannot be told apart.
+    optimizer: float | None
+    momentum: float | None
+    decay: float | None
+    residual: float | None
+    #: Σ|residual| / Σ|c_n| over the audited steps: the figure of merit.
+    relative_residual: float | None
+    worst: list[WorstStep] = field(default_factory=list)
+    verdict: str = ""
+
+
+@dataclass
+class Summary:
+    """The books of a run; ``str()`` gives a page for people, ``as_dict()`` plain data."""
+
+    method: str
+    update: str
+    sets: list[SetSummary]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        sets = [{**vars(s), "worst": [vars(w) for w in s.worst]} for s in self.sets]
+        return {"method": self.method, "update": self.update, "validation_sets": sets}
+
+    def __str__(self) -> str:
+        """Return the page."""
+        return "\n\n".join(_page(s, self.method, self.update) for s in self.sets) or "no steps yet"
+
+
+def summarise(accounts: pa.Table, method: str, update: str) -> Summary:
+    """Add up the accounts of a run, one summary per validation set; points and folds of a set are averaged."""
+    by_set: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for row in accounts.to_pylist():
+        by_set.setdefault(base_name(row["validation"]), {}).setdefault(row["step"], []).append(row)
+    return Summary(method, update, [_summarise_set(name, steps, method, update) for name, steps in by_set.items()])
+
+
+def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: str, update: str) -> SetSummary:
+    rows = [{"step": step, **_mean(found)} for step, found in sorted(steps.items())]
+    skipped = sum(1 for found in steps.values() if found[0]["skipped"] is not None)
+    audited = [r for r in rows if r["loss_after"] is not None and r["loss_before"] is not None]
+    measured = [r for r in audited if r["residual"] is not None]
+    whole = len(measured) == len(audited) and bool(audited)
+    spread = sum(r["spread"] for r in measured)
+    off = sum(abs(r["residual"]) for r in measured)
+    relative = off / spread if spread > 0 else None
+    worst = sorted(measured, key=lambda r: -abs(r["residual"]))[:5]
+    found = SetSummary(
+        validation=name,
+        steps=len(rows),
+        audited=len(audited),
+        skipped=skipped,
+        fall=math.fsum(r["loss_before"] - r["loss_after"] for r in audited),
+        data=math.fsum(r["data"] for r in audited),
+        optimizer=_total(measured, "optimizer") if whole else None,
+        momentum=_total(measured, "momentum") if whole else None,
+        decay=_total(measured, "decay") if whole else None,
+        residual=_total(measured, "residual") if whole else None,
+        relative_residual=relative,
+        worst=[WorstStep(r["step"], r["residual"], abs(r["residual"]) / r["spread"] if r["spread"] else 0.0) for r in worst],
+    )
+    found.verdict = verdict(relative, method, update)
+    return found
+
+
+def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Average the rows of one step (points or folds of a set); None where any is missing."""
+    keys = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum", "decay", "residual")
+    columns = {key: [r[key] for r in rows] for key in keys}
+    return {key: None if None in values else math.fsum(values) / len(values) for key, values in columns.items()}
+
+
+def _total(rows: list[dict[str, Any]], key: str) -> float | None:
+    values = [r[key] for r in rows]
+    return None if None in values else math.fsum(values)
+
+
+def verdict(relative: float | None, method: str, update: str) -> str:
+    """Say in plain words what the residual means and what to do about it."""
+    if relative is None:
+        return "No audited step measured the residual; audit more often (audit_every=) to know how far the method is off."
+    size = f"The residual is {100 * relative:.2g} % of what the samples were given and taken"
+    if relative <= BALANCED:
+        return f"{size}: the books balance."
+    if relative <= COARSE:
+        return f"{size}: ranks hold, sums are off by about that much. {advice(method, update)}"
+    return f"{size}: {method}+{update} is too coarse for steps of this size. {advice(method, update)}"
+
+
+def advice(method: str, update: str) -> str:
+    """Name the next finer choice."""
+    if update == "sgd":
+        return 'If the optimizer is not plain SGD, take method="midpoint" with update="secant": it shares out the real move.'
+    if method in ("first", "lookahead"):
+        return 'Take method="midpoint" (third order in the step size), or a smaller learning rate.'
+    if update == "frozen":
+        return 'Take update="secant": its shares sum to the real move.'
+    if method == "second":
+        return 'Take method="midpoint" (with quadrature="gauss3" if need be): the loss is not a parabola over such a step.'
+    return 'Take quadrature="gauss3" or finer: the gradient turns along the way; or a smaller learning rate.'
+
+
+def _page(s: SetSummary, method: str, update: str) -> str:
+    def line(label: str, value: float | None, note: str) -> str:
+        shown = "not measured" if value is None else f"{value:+.6f}"
+        share = "" if value is None or not s.fall else f"{100 * value / s.fall:7.1f} %"
+        return f"  {label:<10}{shown:>14}  {share:>9}  {note}"
+
+    lines = [
+        f"{s.validation}: {method}+{update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored",
+        line("fall", s.fall, "of the validation loss over the audited steps"),
+        line("data", s.data, "contributions of the samples of these steps"),
+    ]
+    if s.momentum is not None and s.decay is not None:
+        lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
+        lines.append(line("decay", s.decay, "weight decay"))
+    else:
+        lines.append(line("optimizer", s.optimizer, "momentum and decay: what a step does without its gradient"))
+    lines.append(line("residual", s.residual, "the method's own error on the data's part"))
+    if s.relative_residual is not None:
+        lines.append(f"  |residual| / Σ|c_n| = {s.relative_residual:.3g}")
+    if s.worst:
+        named = ", ".join(f"{w.step} ({w.residual:+.2g}, {100 * w.relative:.2g} %)" for w in s.worst[:3])
+        lines.append(f"  largest residuals at steps {named}")
+    lines.append(f"  {s.verdict}")
+    return "\n".join(lines)
+
+
+def read_run(folder: str | Path) -> tuple[dict[str, Any], pa.Table]:
+    """Return ``run.json`` and the accounts of a saved run."""
+    path = Path(folder)
+    about = path / "run.json"
+    if not about.is_file():
+        raise LedgerError(f"{path} holds no run: there is no run.json (a run is a folder written by accountant.save)")
+    parts = sorted((path / "accounts").glob("*.parquet"))
+    try:
+        described = json.loads(about.read_text(encoding="utf-8"))
+        tables = [pq.read_table(part, page_checksum_verification=True).cast(ACCOUNTS) for part in parts]
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise LedgerError(f"{path} cannot be read: {error}") from error
+    return described, pa.concat_tables(tables) if tables else ACCOUNTS.empty_table()
