@@ -399,7 +399,7 @@ def test_streaming_still_refuses_value_clipping_and_noise_is_refused_always() ->
 def test_memory_is_told_and_limited(caplog) -> None:
     model = tiny(dtype=torch.float32)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with inrun.Accountant(model, optimizer, validation(), method="midpoint") as accountant:
+    with inrun.Accountant(model, optimizer, validation(), method="midpoint", deferred_memory="1GB") as accountant:
         result = train_step(accountant, model, optimizer, batch(4, 0))
         told = [r.getMessage() for r in caplog.records if "keeps" in r.getMessage()]
         assert len(told) == 1

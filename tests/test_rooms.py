@@ -14,9 +14,13 @@ ALLOWED = {
     "layers": {"layers", "errors"},
     "optimizers": {"optimizers", "errors"},
     "methods": {"methods", "errors"},
-    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "errors"},
+    # The accountant offers the fidelity study as a method, and imports it when asked.
+    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "errors", "fidelity"},
+    "truth": {"truth", "errors"},
+    "fidelity": {"fidelity", "engine", "truth", "errors"},
     "ledger": {"ledger", "errors"},
     "training": {"training", "engine", "ledger", "errors"},
+    "experiments": {"experiments", "fidelity", "truth", "training", "engine", "errors"},
     "bench": {"bench", "engine", "layers", "training", "errors"},
 }
 NO_TORCH = {"ledger"}

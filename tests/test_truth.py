@@ -371,7 +371,7 @@ def test_gradients_are_those_of_the_step_that_follows_dropout_included() -> None
     world.parts(world.model).sum().backward()
     real = torch.cat([p.grad.flatten() for p in world.model.parameters() if p.grad is not None])
     torch.testing.assert_close(game.gradients.sum(0), real, rtol=0, atol=1e-15)
-    assert game.loss == pytest.approx(float(world.validation(world.model.eval())), rel=1e-14)  # no dropout in validation
+    assert game.loss == pytest.approx(float(world.validation(world.model.eval()).detach()), rel=1e-14)  # no dropout in validation
 
 
 # ---- vmap and the loop

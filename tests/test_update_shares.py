@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -336,3 +337,10 @@ def test_tables_are_complete() -> None:
     without = {optim.Optimizer, optim.LBFGS, optim.SparseAdam}
     classes = {c for c in vars(optim).values() if isinstance(c, type) and issubclass(c, optim.Optimizer)}
     assert classes - made == without
+
+
+def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    block = text.split("```python\n")[1].split("```")[0]
+    exec(block, {})  # noqa: S102 - our own documentation
+    assert "0.0500, 0.0250, 0.1000" in capsys.readouterr().out

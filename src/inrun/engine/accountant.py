@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,12 @@ from inrun.ledger import LedgerWriter, MemoryLedger, Summary, summarise
 from inrun.methods import find_method, find_quadrature, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 
+if TYPE_CHECKING:
+    from inrun.fidelity import FidelityReport
+
 log = logging.getLogger("inrun")
+#: Bytes of kept contractions from which on their size is said without being asked.
+WORTH_SAYING = 10_000_000
 #: Models that have an accountant.
 _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
@@ -140,10 +146,10 @@ class Accountant:
         self._last: StepResult | None = None
         self._fresh: tuple[list[Column], Tensor] | None = None
         self._moved: list[Scored] | None = None
-        self._told_memory = False
+        self.told_memory = False
         self._fresh_since = 0
         self._closed = False
-        self._warned_outside = False
+        self._warned_outside = self._suspended = False
         self.device = self.scored[0].parameter.device
         double = any(s.parameter.dtype == torch.float64 for s in self.scored)
         self.probe_dtype = torch.float64 if double else torch.float32
@@ -291,10 +297,11 @@ class Accountant:
     def _after_forward(self) -> None:
         """Say once, after the first forward and before any of it is taken, what waiting contractions keep."""
         step = self.open_step
-        if self._told_memory or step is None or step.expected is None:
+        if self.told_memory or step is None or step.expected is None:
             return
-        self._told_memory = True
-        if self.directions.timing is Timing.BEFORE:
+        self.told_memory = True
+        small = step.expected.nbytes < WORTH_SAYING and self.deferred_memory is None
+        if self.directions.timing is Timing.BEFORE or small:
             return
         rows = sum(m.n for m in step.microbatches)
         of_model = sum(s.parameter.nbytes for s in self.scored)
@@ -312,7 +319,7 @@ class Accountant:
     def _before_step(self, index: int) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.open_step is None:
-                if not self._warned_outside:
+                if not self._warned_outside and not self._suspended:
                     log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
                 self._warned_outside = True
                 return
@@ -393,6 +400,76 @@ class Accountant:
         if accounts is None:
             raise LedgerError(f"the ledger {type(self.ledger).__name__} only writes; ask the place it writes to")
         return summarise(accounts(), self.method.name, self.update)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the model and its optimizers alone for the time of the block, so that another accountant may have them."""
+        if self.open_step is not None:
+            raise StepError("a step is open; leave it first")
+        self.check_open()
+        self.capture.close()
+        _attached.pop(self.model, None)
+        self._suspended = True
+        try:
+            yield
+        finally:
+            self.capture.attach()
+            _attached[self.model] = None
+            self._suspended = False
+
+    def fidelity(
+        self,
+        sample_losses: Callable[[nn.Module], Tensor],
+        *,
+        validation: str | None = None,
+        choices: Sequence[tuple[str, str]] | None = None,
+        max_norm: float | None = None,
+        permutations: int = 300,
+        exact: bool = False,
+        subsets: int = 0,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> FidelityReport:
+        """Hold methods against the Shapley values of the real game of the next step, on this very model.
+
+        The step is taken back: weights, optimizer state, gradients and random state stay as they are.
+
+        Args:
+            sample_losses: ``model -> [n]``, each sample's part of the batch loss of the step to look at.
+            validation: Which validation set (default: the first).
+            choices: (method, update) pairs; default: this accountant's, and the usual ones beside it.
+            max_norm: What the training loop gives to ``clip_grad_norm_``.
+            permutations: Permutations of the truth; ``exact`` enumerates all subsets instead (at most 16 samples).
+            exact: See ``permutations``.
+            subsets: Compare Taylor utilities with the true utility on so many random subsets.
+            seed: Of the permutations.
+            progress: Called with done and total.
+
+        Returns:
+            Spearman, Pearson, RMSE and residual of each choice; ``str()`` is a table, ``save_picture`` draws the scatter.
+        """
+        from inrun.fidelity import CHOICES, fidelity
+
+        name = self.validation.names[0] if validation is None else validation
+        if name not in self.validation.names:
+            raise ConfigurationError(f"validation is {name!r}; this accountant has {', '.join(self.validation.names)}")
+        own = (self.method.name, self.update)
+        with self.suspended():
+            return fidelity(
+                self.model,
+                self.optimizers,
+                self.validation.scalar(name, self.steps_done),
+                sample_losses,
+                choices=choices or (CHOICES if own in CHOICES else (*CHOICES, own)),
+                max_norm=max_norm,
+                permutations=permutations,
+                exact=exact,
+                subsets=subsets,
+                seed=seed,
+                step=self.steps_done,
+                name=name,
+                progress=progress,
+            )
 
     def save(self, folder: str) -> None:
         """Write the contributions and accounts held in memory to a folder of Parquet files (``inrun audit`` reads it)."""

@@ -226,11 +226,15 @@ class Capture:
         self._paused = False
         self._examined: set[Site] = set()
         self._patched: list[tuple[nn.Module, Any]] = []
-        for site in sites:
+        self.attach()
+        self.ownership = Ownership(model, self.root_forward, self, check_rows)
+
+    def attach(self) -> None:
+        """Replace the forwards."""
+        for site in self.sites:
             self._patch(site.module, functools.partial(self._run, site))
-        root_forward = model.forward
-        self.ownership = Ownership(model, root_forward, self, check_rows)
-        self._patch(model, functools.partial(self._run_root, root_forward))
+        self.root_forward = self.model.forward
+        self._patch(self.model, functools.partial(self._run_root, self.root_forward))
 
     def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._patched.append((module, module.__dict__.get("forward")))

@@ -121,6 +121,16 @@ class Validation:
         """Return the names of the validation sets."""
         return list(self.callables)
 
+    def scalar(self, name: str, step: int) -> Callable[[nn.Module], Tensor]:
+        """Return one set's loss as a function of any model: the mean over its points or folds."""
+        fn, wants_step = self.callables[name]
+        call = fn.fn if isinstance(fn, Folds) else fn
+
+        def loss(model: nn.Module) -> Tensor:
+            return (call(model, step) if wants_step else call(model)).mean()
+
+        return loss
+
     def _loss(self, name: str, step: int) -> Tensor:
         fn, wants_step = self.callables[name]
         call = fn.fn if isinstance(fn, Folds) else fn

@@ -8,6 +8,7 @@ At step t, with z = ±G (+ λw for Adam's L2 decay):
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -89,16 +90,33 @@ class AdamRule(MomentsRule):
         """Only where every entry has had a gradient."""
         return "exp_avg_sq" in state and self.without_history(state) == 0
 
+    def _usual(self, gradient: Tensor, group: Group, state: State) -> bool:
+        """Whether the case is the one with a path of its own, being every step's work for AdamW."""
+        plain = self.coupled(group) == 0.0 and not group["amsgrad"] and float(group["betas"][1]) > 0.0
+        return plain and "exp_avg_sq" in state and gradient.device.type != "mps"
+
     @torch.no_grad()
     def secant(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor | float:
-        """Return the divided difference in closed form: every step's work for AdamW, so its usual case has a path of its own."""
-        usual = self.coupled(group) == 0.0 and not group["amsgrad"] and float(group["betas"][1]) > 0.0
-        if not usual or "exp_avg_sq" not in state or gradient.device.type == "mps":
+        """Return the divided difference in closed form."""
+        if not self._usual(gradient, group, state):
             return super().secant(gradient, parameter, group, state)
-        return self._fast_secant(gradient, group, state)
+        out = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+        for some, gain in self._gains(gradient, group, state):
+            out[some] = gain
+        return out.view(gradient.shape)
 
-    def _fast_secant(self, gradient: Tensor, group: Group, state: State) -> Tensor:
-        """Return the gain without coupled decay and amsgrad, in place in scratch buffers that stay in cache.
+    @torch.no_grad()
+    def direction(self, raw: Tensor, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return gain ∘ ∇ℓ without holding all gains at once."""
+        if not self._usual(gradient, group, state):
+            return super().direction(raw, gradient, parameter, group, state)
+        rows, out = raw.reshape(len(raw), -1), torch.empty(len(raw), gradient.numel(), dtype=raw.dtype, device=raw.device)
+        for some, gain in self._gains(gradient, group, state):
+            torch.mul(rows[:, some], gain.to(raw.dtype), out=out[:, some])
+        return out.view(raw.shape)
+
+    def _gains(self, gradient: Tensor, group: Group, state: State) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the gain without coupled decay and amsgrad, chunk by chunk, in scratch buffers that stay in cache.
 
         Sizes are kept in units of √(β₂ / (1−β₂ᵗ)), so that r₀ = √s; with κ = (1−β₂)/β₂ and k = lr/(1−β₁ᵗ) in that unit
 
@@ -109,7 +127,6 @@ class AdamRule(MomentsRule):
         unit, entering = math.sqrt(beta2 / (1.0 - beta2**t)), (1.0 - beta2) / beta2
         eps, k = float(group["eps"]) / unit, learning_rate(group) / (1.0 - beta1**t) / unit
         g, m, s = gradient.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
-        out = torch.empty_like(g, memory_format=torch.contiguous_format)
         parts = chunks_of(g)
         scratch = torch.empty(4, parts[0].stop if parts else 0, dtype=torch.float64, device=g.device)
         fresh = scratch.new_full((), sign_of(group) * k * (1.0 - beta1))
@@ -125,8 +142,7 @@ class AdamRule(MomentsRule):
             torch.add(r0, r1, out=a)
             a.mul_(r0.add_(eps))
             torch.addcdiv(fresh, b, a, value=-k * beta1 * entering, out=b)
-            out[some] = b.div_(r1.add_(eps))
-        return out.view(gradient.shape)
+            yield some, b.div_(r1.add_(eps))
 
 
 @register(torch.optim.AdamW)

@@ -21,7 +21,7 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 #: Entries worked on at once: the scratch buffers stay in a core's cache. A GPU has no such limit, but launches cost.
-CHUNK = {"cpu": 2**17}
+CHUNK = {"cpu": 2**16}
 CHUNK_ELSEWHERE = 2**22
 #: A gradient this much smaller than the entry's scale is replaced by one of this size: u is straight there, and the
 #: difference of two float64 numbers still has 1e-8 of relative accuracy.
@@ -117,7 +117,7 @@ class UpdateRule:
             # No gradient and nothing to measure it by. A jump shows in a gain that grows as the gradient shrinks.
             usual = g.abs().max()
             usual = torch.where(usual == 0, 1.0, usual).expand_as(g)
-            small = slope(usual * 1e-3)
+            small = slope(usual * 1e-6)
             small = torch.where(small.abs() <= 10 * slope(usual).abs(), small, 0.0)
             return torch.where(none, small, slope(torch.where(none, usual, step)))
 

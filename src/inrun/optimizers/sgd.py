@@ -45,8 +45,8 @@ class SGDRule(UpdateRule):
         """Decay enters linearly like the gradient, so that this step's part of it can be told from the buffer."""
         weight = parameter.detach().to(at_least_float32(parameter.dtype))
         fresh, old = self._coefficients(group, state)
-        lr = learning_rate(group)
-        decay = weight * (-lr * fresh * option(group, "weight_decay"))
+        lr, shrink = learning_rate(group), option(group, "weight_decay")
+        decay = weight * (-lr * fresh * shrink) if shrink else weight.new_zeros(()).expand_as(weight)
         return decay, decay if old == 0.0 else decay - held(state, "momentum_buffer", weight) * (lr * old)
 
     def frozen(self, raw: Tensor, parameter: Tensor, group: Group, state: State) -> float | None:

@@ -1,0 +1,6 @@
+"""How true the scores are: methods of the engine beside the real one-step game, on anybody's model."""
+
+from inrun.fidelity.study import CHOICES, ChoiceResult, FidelityReport, fidelity
+from inrun.fidelity.utility import UtilityReport, utility_agreement
+
+__all__ = ["CHOICES", "ChoiceResult", "FidelityReport", "UtilityReport", "fidelity", "utility_agreement"]
