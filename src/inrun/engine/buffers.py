@@ -17,14 +17,19 @@ class Buffers:
         self._named: dict[Hashable, Tensor] = {}
         self._lists: dict[Hashable, list[Tensor]] = {}
         self._dealt: dict[Hashable, int] = {}
+        self._used: set[Hashable] = set()
 
     def begin_step(self) -> None:
-        """Deal the lists out from their beginnings again."""
+        """Free what the last step had no use for (Adam's first step, an audit), and deal out from the beginning again."""
+        self._lists = {key: buffers[: self._dealt[key]] for key, buffers in self._lists.items() if key in self._dealt}
+        self._named = {key: buffer for key, buffer in self._named.items() if key in self._used}
         self._dealt.clear()
+        self._used.clear()
 
     def named(self, key: Hashable, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the buffer of this name, of the shape and device of ``like``; its content is what was written last."""
         dtype = dtype or like.dtype
+        self._used.add(key)
         found = self._named.get(key)
         if found is None or found.shape != like.shape or found.dtype != dtype or found.device != like.device:
             found = self._named[key] = torch.empty(like.shape, dtype=dtype, device=like.device)
@@ -48,4 +53,4 @@ class Buffers:
 
     def free(self) -> None:
         """Give all memory back."""
-        self._named, self._lists, self._dealt = {}, {}, {}
+        self._named, self._lists, self._dealt, self._used = {}, {}, {}, set()

@@ -49,6 +49,8 @@ class Directions:
         self.streaming: dict[nn.Parameter, Direction] = {}
         self.ready: dict[nn.Parameter, Tensor] = {}
         self.zero_gains = 0
+        #: Parameters of which every entry has had a gradient: looked at again on audited steps only.
+        self._with_history: set[nn.Parameter] = set()
 
     def forget(self) -> None:
         """Free the gradients of the last step before new ones are made."""
@@ -60,9 +62,11 @@ class Directions:
 
     def _blank(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> bool:
         """Whether a parameter never had a gradient (LoRA's A while B is 0): it must wait for the real one, like a new one."""
-        if not count and float(state.get("step", 0)) > EARLY:
+        if not count and (s.parameter in self._with_history or float(state.get("step", 0)) > EARLY):
             return False
         missing = rule.without_history(state)
+        if missing == 0 and state:
+            self._with_history.add(s.parameter)
         self.zero_gains += missing
         return missing == s.parameter.numel()
 
@@ -133,12 +137,13 @@ class Directions:
         if p not in self.raw:
             return None
         if p in self.ready:
-            return self.ready[p] if rows is None else self.ready[p][:, rows]
+            return self.ready[p] if rows is None else self.ready[p].index_select(1, rows)
         state = self.optimizers[s.optimizer].state.get(p, {})
         raw, grad, weight = self.raw[p], self.used_gradient(s), p.detach()
         if rows is not None:
-            raw, grad, weight = raw[:, rows], grad[rows], weight[rows]
-            state = {k: x[rows] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
+            raw, grad, weight = raw.index_select(1, rows), grad.index_select(0, rows), weight.index_select(0, rows)
+            whole = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape]
+            state = dict(state) | {k: state[k].index_select(0, rows) for k in whole}
         rule, streamed = self.rules[s.optimizer], self.streaming.get(p)
         if streamed is not None and streamed.v is self.raw[p] and not rule.linear:
             raw = rule.thaw(raw, s.group, state)

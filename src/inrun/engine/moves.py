@@ -78,6 +78,8 @@ class Moves:
     def _add(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
         """Add zero · δ_∅ + data · (data's part) to ``out``, which may be the weight itself: all is computed before writing."""
         rule, at, state = self.rules[s.optimizer], s.parameter.detach(), self.state(s)
+        if zero == 1.0 and data != 0.0 and out.data_ptr() == at.data_ptr() and self._travel(s, out, data):
+            return
         without = rule.zero_move(at, s.group, state)[1]
         if data == 0.0:
             out.add_(without, alpha=zero)
@@ -93,6 +95,18 @@ class Moves:
             out.addcmul_(gain.to(out.dtype), gradient.to(out.dtype), value=-data)
         else:
             out.add_(gradient, alpha=-data * gain)
+
+    def _travel(self, s: Scored, weight: Tensor, fraction: float) -> bool:
+        """Shift a weight and make its gain in one pass, where the rule has one and the gain is not made yet."""
+        rule = self.rules[s.optimizer]
+        if self.frozen or s.parameter in self.gains or not rule.elementwise:
+            return False
+        gradient = self.used_gradient(s)
+        gain = self.buffers.named(("gain", s), weight)
+        if not rule.travel(weight, gradient, s.group, self.state(s), fraction, gain):
+            return False
+        self.gains[s.parameter] = gain
+        return True
 
     @contextlib.contextmanager
     def shifted(self, moving: list[Scored], shift: Shift) -> Iterator[None]:

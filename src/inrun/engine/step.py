@@ -186,7 +186,8 @@ class Step:
         self._check_coverage()
         a.watch.check_history()
         if self.lr is None:
-            self.lr = float(a.optimizers[0].param_groups[0]["lr"])
+            first = a.optimizers[0].param_groups[0].get("lr")
+            self.lr = None if first is None else float(first)  # Adafactor may have none
         a.watch.settled = True
         a.capture.micro = None
         if self.held_back:

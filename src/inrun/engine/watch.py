@@ -42,6 +42,15 @@ def sketch_of(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1)[:SKETCH].clone()
 
 
+def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+    """Return ‖first entries now − factor · first entries then‖ and ‖first entries then‖, per gradient."""
+    now, then = torch.cat([g.reshape(-1)[:SKETCH] for g in gradients]).cpu(), torch.cat(before).cpu()
+    owner = torch.repeat_interleave(torch.tensor([len(x) for x in before]))
+    pairs = torch.stack([now.double() - factor * then.double(), then.double()]).square()
+    sums = pairs.new_zeros(2, len(before)).index_add_(1, owner, pairs).sqrt()
+    return sums[0], sums[1]
+
+
 class GradientWatch:
     """Post-accumulation hooks on the scored parameters."""
 
@@ -108,9 +117,9 @@ class GradientWatch:
         gone = [s.name for s, _ in seen if s.parameter.grad is None]
         if gone:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
-        before = torch.stack([note.norm.double() for _, note in seen])
+        before = torch.stack([note.norm for _, note in seen]).double()
         grads = [s.parameter.grad for s, _ in seen if s.parameter.grad is not None]
-        after = torch.stack([norm_of(g).double() for g in grads])
+        after = torch.stack([norm_of(g) for g in grads]).double()
         b, a = torch.stack([before, after]).cpu()
         total = b.norm()
         if not torch.isfinite(total) or total == 0:
@@ -119,10 +128,7 @@ class GradientWatch:
         eps = max(torch.finfo(g.dtype).eps for g in grads)
         tolerance = (4 if eps > 1e-5 else 64) * eps
         off = (a - c * b).abs() > tolerance * c * b + 1e-30
-        turned = torch.stack(
-            [(sketch_of(g).double() - c * note.sketch.double()).norm() for g, (_, note) in zip(grads, seen, strict=True)]
-        ).cpu()
-        first = torch.stack([note.sketch.double().norm() for _, note in seen]).cpu()
+        turned, first = _sketch_distances(grads, [note.sketch for _, note in seen], c)
         off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
         bad = torch.nonzero(off).flatten().tolist()
         if bad and not strict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,13 @@ class AdamRule(MomentsRule):
             return None
         t = float(state["step"]) + 1.0
         beta1, _ = group["betas"]
-        raw.div_(self._denominator(group, state))
+        second = (state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]).reshape(-1)
+        rows, eps = raw.view(len(raw), -1), self._small(group, state)
+        parts = chunks_of(second)
+        size = second.new_empty(parts[0].stop if parts else 0)
+        for some in parts:
+            here = torch.sqrt(second[some], out=size[: some.stop - some.start])
+            rows[:, some].div_(torch.threshold_(here, 0.0, math.inf).add_(eps))
         sign = -1.0 if group["maximize"] else 1.0
         return sign * self._correction(group, state) * (1.0 - float(beta1)) / (1.0 - float(beta1) ** t)
 
@@ -74,8 +81,10 @@ class AdamRule(MomentsRule):
     def _denominator(self, group: Group, state: State) -> Tensor:
         """Return √s + ε√(1−β₂ᵗ⁻¹), infinite where s = 0."""
         denominator = torch.sqrt(state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"])
-        denominator = torch.threshold_(denominator, 0.0, math.inf)
-        return denominator.add_(float(group["eps"]) * self._correction(group, state))
+        return torch.threshold_(denominator, 0.0, math.inf).add_(self._small(group, state))
+
+    def _small(self, group: Group, state: State) -> float:
+        return float(group["eps"]) * self._correction(group, state)
 
     def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:
         """Multiply by what ``frozen`` divided by."""
@@ -101,9 +110,30 @@ class AdamRule(MomentsRule):
         if not self._usual(gradient, group, state):
             return super().secant(gradient, parameter, group, state)
         out = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
-        for some, gain in self._gains(gradient, group, state):
+        for some, gain, _ in self._gains(gradient, group, state):
             out[some] = gain
         return out.view(gradient.shape)
+
+    @torch.no_grad()
+    def travel(self, weight: Tensor, gradient: Tensor, group: Group, state: State, fraction: float, gain: Tensor) -> bool:
+        """The memory's part is −k β₁ m / D₀, with the D₀ of the gain; decay shrinks the weight before."""
+        contiguous = weight.is_contiguous() and gain.is_contiguous()
+        if not contiguous or weight.dtype != gradient.dtype or not self._usual(gradient, group, state):
+            return False
+        pull, unit = self._pull(group, state)
+        keeps = 1.0 - self.shrinks(group)
+        w, g, m, out = weight.view(-1), gradient.reshape(-1), state["exp_avg"].reshape(-1), gain.view(-1)
+        for some, part, size in self._gains(gradient, group, state):
+            out[some] = part
+            here = w[some].mul_(keeps).addcdiv_(m[some], size.to(w.dtype), value=-pull / unit)
+            here.addcmul_(out[some], g[some], value=-fraction)
+        return True
+
+    def _pull(self, group: Group, state: State) -> tuple[float, float]:
+        """Return lr β₁/(1−β₁ᵗ), and the unit of sizes √(β₂ / (1−β₂ᵗ)) in which D₀ is kept."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        t = next_step(state)
+        return learning_rate(group) * beta1 / (1.0 - beta1**t), math.sqrt(beta2 / (1.0 - beta2**t))
 
     @torch.no_grad()
     def direction(self, raw: Tensor, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
@@ -111,12 +141,12 @@ class AdamRule(MomentsRule):
         if not self._usual(gradient, group, state):
             return super().direction(raw, gradient, parameter, group, state)
         rows, out = raw.reshape(len(raw), -1), torch.empty(len(raw), gradient.numel(), dtype=raw.dtype, device=raw.device)
-        for some, gain in self._gains(gradient, group, state):
+        for some, gain, _ in self._gains(gradient, group, state):
             torch.mul(rows[:, some], gain.to(raw.dtype), out=out[:, some])
         return out.view(raw.shape)
 
-    def _gains(self, gradient: Tensor, group: Group, state: State) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the gain without coupled decay and amsgrad, chunk by chunk, in scratch buffers that stay in cache.
+    def _gains(self, gradient: Tensor, group: Group, state: State) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield the gain without coupled decay and amsgrad, and D₀, chunk by chunk, in scratch buffers that stay in cache.
 
         Sizes are kept in units of √(β₂ / (1−β₂ᵗ)), so that r₀ = √s; with κ = (1−β₂)/β₂ and k = lr/(1−β₁ᵗ) in that unit
 
@@ -127,22 +157,42 @@ class AdamRule(MomentsRule):
         unit, entering = math.sqrt(beta2 / (1.0 - beta2**t)), (1.0 - beta2) / beta2
         eps, k = float(group["eps"]) / unit, learning_rate(group) / (1.0 - beta1**t) / unit
         g, m, s = gradient.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+        # How much of the first term the second takes away, per unit of mG / ((r₀ + r₁) D₀).
+        drags, first = sign_of(group) * beta1 * entering / (1.0 - beta1), sign_of(group) * k * (1.0 - beta1)
         parts = chunks_of(g)
-        scratch = torch.empty(4, parts[0].stop if parts else 0, dtype=torch.float64, device=g.device)
-        fresh = scratch.new_full((), sign_of(group) * k * (1.0 - beta1))
+        single = g.dtype == m.dtype == s.dtype == torch.float32 and g.device.type == "cpu"
+        rough = g.new_empty(4, parts[0].stop if parts and single else 0)
+        exact: Tensor | None = None
         for some in parts:
-            a, b, r0, r1 = scratch[:, : some.stop - some.start]
-            a.copy_(g[some])
-            r0.copy_(s[some])
-            torch.addcmul(r0, a, a, value=entering, out=r1)
-            b.copy_(m[some]).mul_(a)
-            r0.sqrt_()
-            # No second moment and no gradient: nothing moves, whatever the samples' gradients that cancelled.
-            torch.threshold_(r1.sqrt_(), 0.0, math.inf)
-            torch.add(r0, r1, out=a)
-            a.mul_(r0.add_(eps))
-            torch.addcdiv(fresh, b, a, value=-k * beta1 * entering, out=b)
-            yield some, b.div_(r1.add_(eps))
+            inputs, size = (g[some], m[some], s[some]), some.stop - some.start
+            if single and _gain(inputs, rough[:, :size], eps, entering, drags, first, careful=True):
+                yield some, rough[0, :size], rough[1, :size]
+                continue
+            exact = torch.empty(7, parts[0].stop, dtype=torch.float64, device=g.device) if exact is None else exact
+            for wide, x in zip(exact[4:], inputs, strict=True):
+                wide[:size].copy_(x)
+            _gain(exact[4:, :size], exact[:4, :size], eps, entering, drags, first, careful=False)
+            yield some, exact[0, :size], exact[1, :size]
+
+
+def _gain(inputs: Any, scratch: Tensor, eps: float, entering: float, drags: float, first: float, careful: bool) -> bool:
+    """Write gain and D₀ of one chunk into the first two rows of ``scratch``, ``[4, size]``.
+
+    ``careful`` looks whether the two terms nearly cancel in some entry, or numbers get too small: rounding would then be
+    more than 1e-6 of that entry in single precision, and the answer is False.
+    """
+    g, m, s = inputs
+    gain, d0, r1, product = scratch
+    torch.sqrt(s, out=d0)
+    # No second moment and no gradient: nothing moves, whatever the samples' gradients that cancelled.
+    torch.threshold_(torch.addcmul(s, g, g, value=entering, out=r1).sqrt_(), 0.0, math.inf)
+    torch.add(d0, r1, out=product)
+    product.mul_(d0.add_(eps))
+    torch.mul(m, g, out=gain).div_(product).mul_(drags)
+    if careful and not (float(gain.amax()) < 0.7 and float(product.amin()) > 1e-30):
+        return False
+    gain.neg_().add_(1.0).mul_(first).div_(r1.add_(eps))
+    return True
 
 
 @register(torch.optim.AdamW)

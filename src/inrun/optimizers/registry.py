@@ -21,7 +21,7 @@ Group = dict[str, Any]
 State = dict[str, Any]
 
 #: Entries worked on at once: the scratch buffers stay in a core's cache. A GPU has no such limit, but launches cost.
-CHUNK = {"cpu": 2**16}
+CHUNK = {"cpu": 2**17}
 CHUNK_ELSEWHERE = 2**22
 #: A gradient this much smaller than the entry's scale is replaced by one of this size: u is straight there, and the
 #: difference of two float64 numbers still has 1e-8 of relative accuracy.
@@ -143,6 +143,14 @@ class UpdateRule:
                 (pulled,) = torch.autograd.grad(moved, at, cotangent, retain_graph=k + 1 < len(cotangents))
                 v[k].add_(pulled, alpha=-part)
         return v.to(raw.dtype)
+
+    def travel(self, weight: Tensor, gradient: Tensor, group: Group, state: State, fraction: float, gain: Tensor) -> bool:
+        """Write w + u(0) + fraction · (u(G) − u(0)) into ``weight`` and −P into ``gain``, in one pass over memory.
+
+        Returns:
+            False where the rule has no such pass; then nothing was written.
+        """
+        return False
 
     def path(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> list[tuple[float, float]]:
         """Return the points s of the way s·G at which the Jacobian is taken, and their weights."""
