@@ -460,3 +460,93 @@ def test_refresh_with_secant_keeps_the_raw_gradient() -> None:
             want = torch.stack([sum((g * k * b).sum() for g, k, b in zip(gs, gains, stale, strict=True)) for gs in g_n])
             got = train_step(accountant, model, optimizer, rows).contributions["validation"]
             assert relative_error(got, want) < 1e-7
+
+
+ELEMENTWISE = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, weight_decay=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01, weight_decay=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, weight_decay=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, weight_decay=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, weight_decay=0.1),
+    "maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True),
+}
+
+
+@pytest.mark.parametrize("name", list(ELEMENTWISE))
+def test_shares_sum_to_the_real_move(name: str) -> None:
+    """Loss scaling, two microbatches, unscaling, clipping and decay on: Σ c_n = −⟨w' − w − u(0), ∇ℓ⟩ to 1e-6."""
+    model, fn = tiny(), validation()
+    optimizer = ELEMENTWISE[name](model.parameters())
+    parameters = list(model.parameters())
+    with inrun.Accountant(model, optimizer, fn, update="secant", audit_every=1) as accountant:
+        for step in range(4):
+            slope = gradients(fn(model), parameters)
+            zero = [real_move(optimizer, p, torch.zeros_like(p)) for p in parameters]
+            before = [p.detach().clone() for p in parameters]
+            with accountant.step() as open_step:
+                for j in range(2):
+                    with open_step.microbatch(range(3)):
+                        (1024 * next_token_loss(model, batch(3, 10 * step + j)) / 2).backward()
+                for p in parameters:
+                    p.grad.div_(1024)
+                torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+            data = [p.detach() - b - z for p, b, z in zip(parameters, before, zero, strict=True)]
+            total = -sum(float((d * g).sum()) for d, g in zip(data, slope, strict=True))
+            sizes = sum(float((d * g).abs().sum()) for d, g in zip(data, slope, strict=True))
+            assert float(accountant.last.contributions["validation"].sum()) == pytest.approx(total, abs=1e-6 * sizes)
+            assert accountant.last.clip[0] < 1.0
+
+
+def test_muon_beside_adamw() -> None:
+    """Not elementwise: the shares of the matrices sum to the move within a few per cent, and the books say so."""
+    model, fn = tiny(tied=False, dtype=torch.float32), validation()
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n]
+    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.002)]
+    with inrun.Accountant(model, both, fn, method="midpoint", audit_every=1) as accountant:
+        for step in range(8):
+            with accountant.step(range(6)):
+                next_token_loss(model, batch(6, step)).backward()
+                for o in both:
+                    o.step()
+                    o.zero_grad()
+            account = accountant.last.accounts["validation"]
+            if step >= 2:
+                assert abs(account.residual) < 0.05 * account.spread
+
+
+def test_a_loss_without_a_second_derivative_names_the_way_out() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.square().mean()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * 2 * x / x.numel()
+
+    x = torch.randn(2, 3).double()
+    for hessian in ("double", "differences"):
+        model, optimizer, xs, ys, _ = net_game(0.2, 0.9, 0.0)
+        with inrun.Accountant(model, optimizer, lambda m: Once.apply(m(x)), method="second", hessian=hessian) as accountant:
+            if hessian == "double":
+                with pytest.raises(inrun.errors.ValidationError, match="differences"), accountant.step(range(8)):
+                    (model(xs[0]) - ys[0]).square().mean().backward()
+                    optimizer.step()
+                continue
+            with accountant.step(range(8)):
+                (model(xs[0]) - ys[0]).square().mean().backward()
+                optimizer.step()
+            assert torch.isfinite(accountant.last.contributions["validation"]).all()

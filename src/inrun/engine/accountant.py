@@ -18,6 +18,7 @@ from inrun.engine.audit import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture, Expected
 from inrun.engine.coverage import Coverage, CoverageRow
+from inrun.engine.curvature import add_scaled, bent_by_differences, check_hessian, own
 from inrun.engine.directions import Directions, Timing
 from inrun.engine.moves import Moves
 from inrun.engine.results import make_record, make_result
@@ -146,7 +147,7 @@ class Accountant:
         self._last: StepResult | None = None
         self._fresh: tuple[list[Column], Tensor] | None = None
         self._moved: list[Scored] | None = None
-        self.told_memory = False
+        self.told_memory = self._hessian_checked = False
         self._fresh_since = 0
         self._closed = False
         self._warned_outside = self._suspended = False
@@ -258,21 +259,14 @@ class Accountant:
     def _bent_gradients(self, parameters: list[nn.Parameter], moving: list[Scored]) -> Gradients:
         """Return ∇ℓ(w) + ½H(δ_∅ + Δ)."""
         move = self.moves.twice_to_the_middle(moving)
-        if self.hessian == "double":
-            return self.validation.bent_gradients(parameters, self.steps_done, move)
-        # Central differences: the step balances rounding (eps/h) against curvature of the Hessian (h²).
-        length = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(d) for d in move.values()])))
-        weight = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(s.parameter.detach()) for s in moving])))
-        here = _own(self.validation.gradients(parameters, self.steps_done))
-        if length == 0.0:
-            return here
-        eps = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-        h = eps ** (1 / 3) * (1.0 + weight) / length
-        for sign in (1.0, -1.0):
-            with self.moves.at(moving, move, sign * h):
-                there = self.validation.gradients(parameters, self.steps_done)
-            _add_scaled(here, there, sign * 0.25 / h)
-        return here
+        if self.hessian == "differences":
+            return bent_by_differences(self.validation, self.moves, parameters, moving, move, self.steps_done)[0]
+        found = self.validation.bent_gradients(parameters, self.steps_done, move)
+        if not self._hessian_checked:
+            found = own(found)  # the check takes gradients too, into the same buffers
+            check_hessian(found, self.validation, self.moves, parameters, moving, move, self.steps_done)
+            self._hessian_checked = True
+        return found
 
     def _averaged_gradients(self, parameters: list[nn.Parameter], moving: list[Scored]) -> Gradients:
         """Return Σ_q w_q ∇ℓ(w + δ_∅ + s_q · data)."""
@@ -283,14 +277,14 @@ class Accountant:
             if len(self.quadrature) == 1:
                 return found
             if average is None:
-                average = _own(found)
+                average = own(found)
                 average.losses = average.losses * weight
                 for g in average.raw:
                     if g is not None:
                         g.mul_(weight)
             else:
                 average.losses = average.losses + weight * found.losses
-                _add_scaled(average, found, weight)
+                add_scaled(average, found, weight)
         assert average is not None
         return average
 
@@ -554,19 +548,6 @@ class Accountant:
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{name} is {value!r}; it must be an integer of at least {least}")
-
-
-def _own(found: Gradients) -> Gradients:
-    """Copy gradients out of buffers that the next pass overwrites."""
-    return Gradients(found.columns, found.losses, [None if g is None else g.clone() for g in found.raw])
-
-
-def _add_scaled(total: Gradients, more: Gradients, scale: float) -> None:
-    """Add scaled gradients; a parameter that only one of both depends on counts as 0 in the other."""
-    for i, g in enumerate(more.raw):
-        if g is not None:
-            mine = total.raw[i]
-            total.raw[i] = g * scale if mine is None else mine.add_(g, alpha=scale)
 
 
 def parse_bytes(given: int | str | None) -> int | None:

@@ -14,7 +14,7 @@ from inrun.fidelity.rewind import rewound
 from inrun.fidelity.utility import UtilityReport, utility_agreement
 from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
 
-#: (method, update) pairs that are tried unless others are named.
+#: (method, update) pairs that are tried unless others are named; ``midpoint:gauss2`` is midpoint with that quadrature.
 CHOICES = (
     ("first", "sgd"),
     ("first", "frozen"),
@@ -22,6 +22,7 @@ CHOICES = (
     ("first", "secant"),
     ("second", "secant"),
     ("midpoint", "secant"),
+    ("midpoint:gauss2", "secant"),
 )
 Progress = Callable[[int, int], None] | None
 
@@ -108,10 +109,9 @@ def score_once(
     """Run one scored step and put everything back; return the contributions ``[n]``."""
     with rewound(model, optimizers), torch.no_grad():
         n = len(sample_losses(model))
-    with (
-        rewound(model, optimizers),
-        Accountant(model, list(optimizers), validation, method=method, update=update, audit_every=0, **options) as accountant,
-    ):
+    method, _, quadrature = method.partition(":")
+    chosen = {"method": method, "update": update, "quadrature": quadrature or None, "audit_every": 0, **options}
+    with rewound(model, optimizers), Accountant(model, list(optimizers), validation, **chosen) as accountant:
         accountant.told_memory = True  # one line per method tried would drown the table
         with accountant.step(range(n)):
             sample_losses(model).sum().backward()

@@ -1,0 +1,88 @@
+"""∇ℓ + ½H·d by central differences, where double backward is not to be had, and as a check of it where it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.moves import Moves
+from inrun.engine.sites import Scored
+from inrun.engine.validation import Gradients, Validation
+from inrun.errors import ValidationError
+
+
+def own(found: Gradients) -> Gradients:
+    """Copy gradients out of buffers that the next pass overwrites."""
+    return Gradients(found.columns, found.losses, [None if g is None else g.clone() for g in found.raw])
+
+
+def add_scaled(total: Gradients, more: Gradients, scale: float) -> None:
+    """Add scaled gradients; a parameter that only one of both depends on counts as 0 in the other."""
+    for i, g in enumerate(more.raw):
+        if g is not None:
+            mine = total.raw[i]
+            total.raw[i] = g * scale if mine is None else mine.add_(g, alpha=scale)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x).double() for x in tensors])))
+
+
+def bent_by_differences(
+    validation: Validation,
+    moves: Moves,
+    parameters: list[nn.Parameter],
+    moving: list[Scored],
+    move: dict[nn.Parameter, Tensor],
+    step: int,
+) -> tuple[Gradients, Gradients, float]:
+    """Return ∇ℓ + ½H·d with H·d = (∇ℓ(w + hd) − ∇ℓ(w − hd)) / 2h, ∇ℓ itself, and h.
+
+    The step h balances rounding (precision / h) against the curvature of the Hessian (h²).
+    """
+    plain = own(validation.gradients(parameters, step))
+    bent = own(plain)
+    length = _norm(list(move.values()))
+    if length == 0.0:
+        return bent, plain, 0.0
+    precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
+    h = precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
+    for sign in (1.0, -1.0):
+        with moves.at(moving, move, sign * h):
+            there = validation.gradients(parameters, step)
+        add_scaled(bent, there, sign * 0.25 / h)
+    return bent, plain, h
+
+
+def check_hessian(
+    found: Gradients,
+    validation: Validation,
+    moves: Moves,
+    parameters: list[nn.Parameter],
+    moving: list[Scored],
+    move: dict[nn.Parameter, Tensor],
+    step: int,
+) -> None:
+    """Compare a Hessian product with central differences; raise if it is another one.
+
+    Autograd does not always say when a second derivative is missing: a custom function whose backward is written with
+    plain tensors counts as a constant there, and the product would be silently partial.
+    """
+    bent, plain, h = bent_by_differences(validation, moves, parameters, moving, move, step)
+    if h == 0.0:
+        return
+    triples = [
+        (a, b, c)
+        for a, b, c in zip(found.raw, bent.raw, plain.raw, strict=True)
+        if a is not None and b is not None and c is not None
+    ]
+    precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
+    off = _norm([a - b for a, b, _ in triples])
+    bend, slope = _norm([b - c for _, b, c in triples]), _norm([c for _, _, c in triples])
+    # Differences are exact to a few per cent where the Hessian turns, and to rounding of the gradients.
+    if off > 0.1 * bend + 64 * precision * slope / h:
+        raise ValidationError(
+            f"the Hessian product of the validation loss is off by {off / max(bend, 1e-300):.0%} from central differences: some function "
+            'in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '
+            'method="midpoint", which needs no Hessian.'
+        )
