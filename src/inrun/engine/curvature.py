@@ -82,7 +82,7 @@ def check_hessian(
     # Differences are exact to a few per cent where the Hessian turns, and to rounding of the gradients.
     if off > 0.1 * bend + 64 * precision * slope / h:
         raise ValidationError(
-            f"the Hessian product of the validation loss is off by {off / max(bend, 1e-300):.0%} from central differences: some function "
-            'in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '
+            f"the Hessian product of the validation loss is off by {off / max(bend, 1e-300):.0%} from central differences: some "
+            'function in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '
             'method="midpoint", which needs no Hessian.'
         )
