@@ -103,7 +103,7 @@ def test_validation_callables(fn, words: str) -> None:
         ({"validation_mode": "test"}, ConfigurationError, "validation_mode"),
         ({"validation": {}}, ConfigurationError, "empty"),
         ({"validation": {"a": 3}}, ConfigurationError, "'a'.*callable"),
-        ({"ledger": "runs/x"}, LedgerError, "disk"),
+        ({"ledger": 3}, LedgerError, "folder"),
         ({"ledger": object()}, LedgerError, "write"),
         ({"optimizer": "adam"}, ConfigurationError, "str"),
         ({"optimizer": []}, ConfigurationError, "none"),

@@ -8,12 +8,18 @@ from inrun import errors
 
 if TYPE_CHECKING:
     from inrun.engine import Accountant, folds, with_ids
-    from inrun.ledger import MemoryLedger
+    from inrun.ledger import Ledger, MemoryLedger
 
 __version__ = "0.1.0"
-__all__ = ["Accountant", "MemoryLedger", "__version__", "errors", "folds", "with_ids"]
+__all__ = ["Accountant", "Ledger", "MemoryLedger", "__version__", "errors", "folds", "with_ids"]
 
-_lazy = {"Accountant": "inrun.engine", "folds": "inrun.engine", "with_ids": "inrun.engine", "MemoryLedger": "inrun.ledger"}
+_lazy = {
+    "Accountant": "inrun.engine",
+    "folds": "inrun.engine",
+    "with_ids": "inrun.engine",
+    "Ledger": "inrun.ledger",
+    "MemoryLedger": "inrun.ledger",
+}
 
 
 def __getattr__(name: str) -> Any:

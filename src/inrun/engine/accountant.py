@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import time
 import weakref
@@ -27,7 +28,7 @@ from inrun.engine.step import Step, StepResult
 from inrun.engine.validation import Column, Gradients, Loss, Validation
 from inrun.engine.watch import GradientWatch
 from inrun.errors import ConfigurationError, CoverageError, LedgerError, OptimizerError, StepError
-from inrun.ledger import LedgerWriter, MemoryLedger, Summary, summarise
+from inrun.ledger import Ledger, LedgerWriter, MemoryLedger, Summary, summarise
 from inrun.methods import find_method, find_quadrature, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 
@@ -61,7 +62,8 @@ class Accountant:
             "auto" (frozen for the first two methods, secant for the others).
         audit_every: Check conservation and measure the books at every k-th step; 1 = every step, 0 = never,
             None = as often as costs under one per cent.
-        ledger: Where contributions go: None for memory, or an object with ``write(record)``.
+        ledger: Where contributions go: None for memory, a folder for books on disk, an ``inrun.Ledger`` (to resume one), or an
+            object with ``write(record)``.
         refresh: Reuse the validation gradient for this many steps.
         bitwise: Leave every weight gradient to the framework, so that training is bit for bit the same.
         form: How layers contract: "shared" (weight gradient and contraction from the same products), "project" (one
@@ -85,7 +87,7 @@ class Accountant:
         method: str = "first",
         update: str = "auto",
         audit_every: int | None = None,
-        ledger: LedgerWriter | None = None,
+        ledger: LedgerWriter | str | os.PathLike[str] | None = None,
         refresh: int = 1,
         bitwise: bool = False,
         form: str = "auto",
@@ -105,10 +107,11 @@ class Accountant:
         _check_count("refresh", refresh, 1)
         if audit_every is not None:
             _check_count("audit_every", audit_every, 0)
-        if isinstance(ledger, (str, bytes)) or hasattr(ledger, "__fspath__"):
-            raise LedgerError("ledgers on disk are not part of this version; pass None or an object with write(record)")
-        if ledger is not None and not callable(getattr(ledger, "write", None)):
-            raise LedgerError(f"ledger is {type(ledger).__name__}; it needs a method write(record)")
+        is_path = isinstance(ledger, (str, os.PathLike))
+        if ledger is not None and not is_path and not callable(getattr(ledger, "write", None)):
+            raise LedgerError(
+                f"ledger is {type(ledger).__name__}; accepted are a folder, an inrun.Ledger, or an object with write(record)"
+            )
         if model in _attached:
             raise ConfigurationError("this model already has an accountant; close() it before making another")
         self.method = find_method(method)
@@ -141,7 +144,12 @@ class Accountant:
         if self._foreign:
             log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self._foreign))
         self.audits = Schedule(audit_every)
-        self.ledger: LedgerWriter = MemoryLedger() if ledger is None else ledger
+        self.ledger: LedgerWriter
+        if isinstance(ledger, (str, os.PathLike)):
+            self.ledger = Ledger(ledger, about=self._about())
+        else:
+            self.ledger = MemoryLedger() if ledger is None else ledger
+        self._owns_ledger = is_path
         self.steps_done = 0
         self.open_step: Step | None = None
         self._last: StepResult | None = None
@@ -469,10 +477,18 @@ class Accountant:
         """Write the contributions and accounts held in memory to a folder of Parquet files (``inrun audit`` reads it)."""
         if not isinstance(self.ledger, MemoryLedger):
             raise LedgerError(f"the ledger {type(self.ledger).__name__} is not held in memory; it has its own place")
-        names = [type(o).__name__ for o in self.optimizers]
-        model = type(self.model).__name__
-        about = {"method": self.method.name, "update": self.update, "optimizers": names, "model": model, "steps": self.steps_done}
-        self.ledger.save(folder, about)
+        self.ledger.save(folder, {**self._about(), "steps": self.steps_done})
+
+    def _about(self) -> dict[str, Any]:
+        """Return what ``run.json`` says of the run."""
+        return {
+            "method": self.method.name,
+            "update": self.update,
+            "validation": self.validation.names,
+            "optimizers": [type(o).__name__ for o in self.optimizers],
+            "model": type(self.model).__name__,
+            "parameters": sum(s.parameter.numel() for s in self.scored),
+        }
 
     @property
     def coverage(self) -> Coverage:
@@ -507,6 +523,7 @@ class Accountant:
             "update": self.update,
             "refresh": {"every": self.refresh, "since": self._fresh_since},
             "audit": self.audits.state_dict(),
+            "moved": None if self._moved is None else [s.name for s in self._moved],
             "forms": {site.name: site.form for site in self.capture.sites},
             "ledger": mark() if callable(mark) else None,
         }
@@ -520,6 +537,8 @@ class Accountant:
                 raise ConfigurationError(f"the saved run used {key}={state[key]!r}, this accountant has {mine!r}")
         self.steps_done = int(state["step"])
         self._fresh = None
+        moved = state.get("moved")
+        self._moved = None if moved is None else [s for s in self.scored if s.name in set(moved)]
         self.audits.load_state_dict(state["audit"])
 
     def close(self) -> None:
@@ -527,6 +546,8 @@ class Accountant:
         if self._closed:
             return
         self._closed = True
+        if self._owns_ledger and isinstance(self.ledger, Ledger):
+            self.ledger.close()
         self.capture.close()
         self.watch.close()
         for hook in self._hooks:

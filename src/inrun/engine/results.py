@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.books import Account
-from inrun.engine.folds import standard_error
+from inrun.engine.fold import standard_error
 from inrun.ledger import StepRecord
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor, nn
 
-from inrun.engine.folds import Folds
+from inrun.engine.fold import Folds
 from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, seed_of
 from inrun.errors import ConfigurationError, ValidationError
 

@@ -1,0 +1,486 @@
+"""The ledger on disk: a folder of Parquet parts and a manifest that says which of them count.
+
+::
+
+    run.json                     schema version, run id, sign, unit, method, update, model, software
+    manifest/r0.jsonl, r0.head   the records of rank 0 (see ``manifest``)
+    contributions/r0-000007.parquet
+    accounts/r0-000007.parquet
+    samples/000001.parquet
+
+A part is written aside, synced, renamed, its folder synced, and only then recorded; a part without a record does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import platform
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from inrun.errors import LedgerError
+from inrun.ledger.files import Files, write_durably
+from inrun.ledger.lock import Lock
+from inrun.ledger.manifest import FOLDER, Chain, ManifestWriter, Part, chain_path, check_relative, ranks_of, read_chain
+from inrun.ledger.record import SIGN, UNIT, StepRecord
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+
+log = logging.getLogger("inrun")
+#: The version of the layout; a reader refuses newer ones.
+SCHEMA = 1
+TABLES = ("contributions", "accounts", "samples")
+#: Rows that are held in memory at most, whatever ``flush_every`` says.
+MOST_ROWS = 1_000_000
+
+
+def read_about(run: Path) -> dict[str, Any]:
+    """Read ``run.json``; LedgerError if there is no run, or it was written by a newer version."""
+    path = run / "run.json"
+    if not path.is_file():
+        raise LedgerError(f"{run} holds no run: there is no run.json. A run is a folder written by inrun.Ledger or inrun train")
+    try:
+        about = json.loads(path.read_bytes())
+        version = about["schema"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LedgerError(f"{path} is damaged ({type(error).__name__}: {error}); inrun verify {run} says more") from None
+    if not isinstance(version, int) or version > SCHEMA:
+        raise LedgerError(f"{run} was written with ledger schema {version!r}; this inrun reads up to {SCHEMA}: install a newer one")
+    return dict(about)
+
+
+class LedgerReader:
+    """A run's books, read-only. Made by :meth:`Ledger.open`; safe to use while training writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a run."""
+        self.path = Path(path)
+        self.about = read_about(self.path)
+
+    def chains(self) -> list[Chain]:
+        """Read the manifests of all ranks; LedgerError if one is damaged."""
+        if not (self.path / FOLDER).is_dir():
+            return []
+        found = [read_chain(self.path, rank) for rank in ranks_of(self.path)]
+        damage = [d for chain in found for d in chain.damage]
+        if damage:
+            raise LedgerError(f"{self.path} is damaged: {damage[0]}. `inrun verify` names all of it, `inrun repair` saves the rest")
+        return found
+
+    def parts(self, table: str) -> list[Part]:
+        """Return the parts of a table that count, in the order they were written, rank by rank."""
+        found = [p for c in self.chains() for r in c.live() for p in r.parts if p.table == table]
+        for part in found:
+            file = self.path / check_relative(part.path)
+            size = file.stat().st_size if file.is_file() else None
+            if size != part.nbytes:
+                state = "is missing" if size is None else f"has {size} bytes instead of {part.nbytes}"
+                raise LedgerError(f"{file} {state}. `inrun verify` names all damage, `inrun repair` saves the rest")
+        return found
+
+    def files(self, table: str) -> list[str]:
+        """Return the paths of the Parquet files of a table that count."""
+        return [str(self.path / p.path) for p in self.parts(table)]
+
+    def _read(self, table: str, schema: pa.Schema) -> pa.Table:
+        try:
+            tables = [pq.read_table(file, page_checksum_verification=True).cast(schema) for file in self.files(table)]
+        except (OSError, pa.ArrowException) as error:
+            raise LedgerError(f"{self.path} cannot be read: {error}. `inrun verify` names the damage") from error
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def contributions(self) -> pa.Table:
+        """Return every contribution, in the order written. Loads all of it: for large runs use the queries."""
+        return self._read("contributions", CONTRIBUTIONS)
+
+    def accounts(self) -> pa.Table:
+        """Return the accounts: one row per step and validation set (or point, or fold)."""
+        return self._read("accounts", ACCOUNTS)
+
+    def samples(self) -> pa.Table | None:
+        """Return the samples table, or None if none was registered."""
+        files = self.files("samples")
+        if not files:
+            return None
+        tables = [pq.read_table(f, page_checksum_verification=True) for f in files]
+        return pa.concat_tables(tables, promote_options="default")
+
+    def scores(self, **options: Any) -> pa.Table:
+        """Return one row per sample and validation set; see :func:`inrun.ledger.queries.scores` for the options."""
+        from inrun.ledger.queries import scores
+
+        return scores(self, **options)
+
+
+class Ledger(LedgerReader):
+    """Writes a run's books to a folder, so that nothing is lost or counted twice whenever the process dies.
+
+    Args:
+        path: A folder that holds no run yet. ``Ledger.resume`` goes on with one, ``Ledger.open`` reads one.
+        rank: This process among those that write side by side.
+        flush_every: Rows (an integer) or time (text such as "30s" or "5min") after which a part is written.
+        about: What ``run.json`` says beside schema, sign and unit.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        rank: int = 0,
+        flush_every: int | str = "60s",
+        about: dict[str, Any] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        """Start a new run; see the class."""
+        self._configure(Path(path), rank, flush_every, files)
+        self._begin_run(about or {})
+        with self._locked():
+            super().__init__(path)
+            self._begin_books()
+
+    def _configure(self, run: Path, rank: int, flush_every: int | str, files: Files | None) -> None:
+        self._rows, self._seconds = parse_flush(flush_every)
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise LedgerError(f"rank is {rank!r}; it must be an integer of at least 0")
+        self.path, self.rank, self._files = run, rank, files or Files()
+        self._stopped: str | None = None
+        self._lock: Lock | None = None
+        self._at_step, self._last_account = 0, -1
+        self._clear_buffers()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Take the lock; give it back if opening fails."""
+        self._lock = Lock(self.path, self.rank)
+        try:
+            yield
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _begin_books(self) -> None:
+        """Write the first record of this rank."""
+        if chain_path(self.path, self.rank).exists():
+            raise LedgerError(f"{self.path} has records of rank {self.rank} already; go on with Ledger.resume(path, mark)")
+        self._manifest = ManifestWriter(self.path, self.rank, self._files, None)
+        digest = hashlib.sha256((self.path / "run.json").read_bytes()).hexdigest()
+        self._commit("begin", (), {"run_id": self.about["run_id"], "run_json": digest, "software": software()})
+        self._remove_leftovers()
+
+    def _continue_books(self, chain: Chain) -> None:
+        """Go on after the last record of this rank."""
+        self._manifest = ManifestWriter(self.path, self.rank, self._files, chain)
+        live = [r for r in chain.live() if r.kind == "flush"]
+        self._at_step = chain.records[-1].at_step
+        steps = [p.last_step for r in live for p in r.parts if p.table == "accounts" and p.last_step is not None]
+        self._last_account = max(steps, default=-1)
+        self._remove_leftovers()
+
+    def _begin_run(self, about: dict[str, Any]) -> None:
+        """Make the folder and ``run.json`` (rank 0), or wait for rank 0 to have made them."""
+        run = self.path
+        if self.rank > 0:
+            _wait_for(run / "run.json")
+            return
+        if (run / "run.json").exists():
+            raise LedgerError(f"{run} holds a run already; Ledger.resume(path, mark) goes on with it, Ledger.open(path) reads it")
+        for folder in (run, run / FOLDER, *(run / t for t in TABLES)):
+            self._files.make_folder(folder)
+        described = {**about, "schema": SCHEMA, "run_id": secrets.token_hex(8), "sign": SIGN, "unit": UNIT, "software": software()}
+        write_durably(self._files, run / "run.json", json.dumps(described, indent=2).encode() + b"\n")
+
+    @classmethod
+    def open(cls, path: str | Path) -> LedgerReader:
+        """Read a run, also while training writes to it."""
+        return LedgerReader(path)
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | Path,
+        mark: dict[str, Any] | None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        flush_every: int | str = "60s",
+        files: Files | None = None,
+    ) -> Ledger:
+        """Go on with a run from a mark that was saved with the model; what was written after it no longer counts.
+
+        Args:
+            path: The run's folder.
+            mark: What ``mark()`` returned, from any rank; None starts over in that folder.
+            rank: This process.
+            world_size: How many processes go on; rank 0 closes the books of ranks that are no more.
+            flush_every: As for a new ledger.
+            files: For tests.
+        """
+        ledger = cls.__new__(cls)
+        ledger._configure(Path(path), rank, flush_every, files)
+        about = read_about(ledger.path)
+        if mark is not None and mark.get("run_id") != about["run_id"]:
+            raise LedgerError(f"the mark belongs to run {mark.get('run_id')!r}, and {path} is run {about['run_id']!r}")
+        with ledger._locked():
+            LedgerReader.__init__(ledger, path)
+            gone = [r for r in ranks_of(ledger.path) if r >= world_size] if rank == 0 else []
+            for other in gone:
+                lock = Lock(ledger.path, other)
+                try:
+                    _resume_chain(ledger.path, other, mark, ledger._files)
+                finally:
+                    lock.release()
+            chain = _resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
+            if chain is None:
+                ledger._begin_books()  # a new rank, or one that died before its first record
+            else:
+                ledger._continue_books(chain)
+        return ledger
+
+    # Writing
+
+    def _clear_buffers(self) -> None:
+        self._order: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]] = []
+        self._account_rows: list[dict[str, Any]] = []
+        self._pending_rows = 0
+        self._since = time.monotonic()
+
+    def _check_writable(self) -> None:
+        if self._stopped is not None:
+            raise LedgerError(f"{self.path} takes no more writes: {self._stopped}")
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step. It is on disk after the next flush."""
+        self._check_writable()
+        if record.accounts:
+            if record.step <= self._last_account:
+                raise LedgerError(
+                    f"step {record.step} was written already (the last one is {self._last_account}); each step counts once"
+                )
+            self._last_account = record.step
+        for label, values in record.contributions.items():
+            if len(values) != len(record.sample_ids):
+                raise LedgerError(
+                    f"step {record.step}: {len(values)} contributions to {label!r} for {len(record.sample_ids)} sample ids"
+                )
+            if not np.isfinite(values).all():
+                raise LedgerError(
+                    f"step {record.step}: a contribution to {label!r} is not finite; record such a step as skipped instead"
+                )
+        for label, values in record.contributions.items():
+            ids = np.ascontiguousarray(record.sample_ids, np.int64)
+            self._order.append((record.step, ids, label, np.ascontiguousarray(values, np.float32)))
+            self._pending_rows += len(values)
+        self._account_rows += record.accounts
+        self._at_step = max(self._at_step, record.step + 1)
+        due = self._rows is not None and self._pending_rows >= self._rows
+        late = self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        if due or late or self._pending_rows >= MOST_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered as parts and record them; returns when they are safely on disk."""
+        self._check_writable()
+        if not self._order and not self._account_rows:
+            self._since = time.monotonic()
+            return
+        number = self._manifest.count
+        parts = []
+        if self._order:
+            parts.append(self._write_part(f"contributions/r{self.rank}-{number:06d}.parquet", _contribution_table(self._order)))
+        if self._account_rows:
+            table = pa.Table.from_pylist(self._account_rows, schema=ACCOUNTS)
+            parts.append(self._write_part(f"accounts/r{self.rank}-{number:06d}.parquet", table))
+        self._commit("flush", tuple(parts), {})
+        self._clear_buffers()
+
+    def _write_part(self, name: str, table: pa.Table) -> Part:
+        data = to_parquet(table)
+        self._guarded(lambda: write_durably(self._files, self.path / name, data))
+        steps = table["step"].to_numpy() if "step" in table.column_names and table.num_rows else None
+        first, last = (None, None) if steps is None else (int(steps.min()), int(steps.max()))
+        return Part(name, table.num_rows, len(data), hashlib.sha256(data).hexdigest(), first, last)
+
+    def _commit(self, kind: str, parts: tuple[Part, ...], more: dict[str, Any]) -> None:
+        self._guarded(lambda: self._manifest.append(kind, self._at_step, parts, more))
+
+    def _guarded(self, action: Any) -> None:
+        """Run file operations; after a failure nothing may be written any more, since what is on disk is in doubt."""
+        try:
+            action()
+        except OSError as error:
+            self._stopped = f"writing failed ({error}); what was recorded before is safe, the rest since the last flush is in doubt"
+            raise LedgerError(
+                f"{self.path}: {self._stopped}. Free space or mend the disk, then Ledger.resume from a checkpoint"
+            ) from error
+
+    def mark(self) -> dict[str, Any]:
+        """Flush, and return the position to save with the model's checkpoint (plain data)."""
+        self.flush()
+        last = self._manifest.count - 1
+        return {
+            "run_id": self.about["run_id"],
+            "rank": self.rank,
+            "record": last,
+            "hash": self._manifest.last_hash,
+            "step": self._at_step,
+        }
+
+    def register_samples(self, data: Any, *, text_preview: int = 400) -> int:
+        """Add sample metadata: a column ``sample_id`` (integers) and any others; returns the number of rows.
+
+        Args:
+            data: An Arrow table, a pandas or polars frame, a ``datasets.Dataset``, or an iterable of dicts.
+            text_preview: Texts are cut to so many characters (0 keeps them whole).
+        """
+        from inrun.ledger.samples import as_samples_table
+
+        self._check_writable()
+        known = self.samples()
+        table = as_samples_table(data, known, text_preview)
+        number = self._manifest.count
+        part = self._write_part(f"samples/r{self.rank}-{number:06d}.parquet", table)
+        self._commit("samples", (part,), {})
+        return table.num_rows
+
+    def _remove_leftovers(self) -> None:
+        """Remove parts of this rank that no record counts: unfinished commits, and what a resume dropped."""
+        counted = {p.path for c in self.chains() for r in c.live() for p in r.parts}
+        for table in TABLES:
+            for file in (self.path / table).glob(f"r{self.rank}-*"):
+                if f"{table}/{file.name}" not in counted:
+                    self._files.remove(file)
+
+    def _read(self, table: str, schema: pa.Schema) -> pa.Table:
+        if self._stopped is None:
+            self.flush()
+        return super()._read(table, schema)
+
+    def scores(self, **options: Any) -> pa.Table:
+        """Flush, and return one row per sample and validation set."""
+        if self._stopped is None:
+            self.flush()
+        return super().scores(**options)
+
+    def close(self) -> None:
+        """Flush and give the lock back. Reading goes on to work."""
+        if self._stopped is None:
+            self.flush()
+            self._stopped = "the ledger is closed"
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Ledger:
+        """Return the ledger."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        """Close; after an exception, too, what was written counts."""
+        self.close()
+
+
+def _resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files) -> Chain | None:
+    """Append a resume record to the manifest of a rank; return its records, None if it died before its first."""
+    chain = read_chain(run, rank)
+    if not chain.records and not chain.damage:
+        files.remove(chain_path(run, rank))
+        return None
+    if chain.damage:
+        raise LedgerError(f"{run} is damaged: {chain.damage[0]}. `inrun repair` saves what is whole; then resume from a checkpoint")
+    keep, step = 0, 0
+    if mark is not None:
+        step = int(mark["step"])
+        keep = _position(run, chain, mark)
+    if chain.records[-1].number > keep:
+        ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep})
+    return read_chain(run, rank)
+
+
+def _position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
+    """Find the record of a rank up to which things count at a mark."""
+    if chain.rank == mark["rank"]:
+        number = int(mark["record"])
+        if number >= len(chain.records) or chain.records[number].hash != mark["hash"]:
+            raise LedgerError(f"{run} does not have the record the mark speaks of; is it another copy of the run, or cut short?")
+        if any(r.kind == "resume" and r.number > number > r.more["keep"] for r in chain.records):
+            raise LedgerError(
+                f"the mark at step {mark['step']} of {run} is on a branch that a resume from an older checkpoint has dropped; "
+                "resume from that checkpoint or a newer one"
+            )
+        return number
+    # Another rank's mark: every rank flushes when marks are taken, so that some record ends exactly there.
+    step, found = int(mark["step"]), 0
+    for record in chain.records:
+        if record.kind == "flush" and record.at_step <= step:
+            found = record.number
+        elif record.kind == "flush" and any((p.first_step or 0) < step for p in record.parts):
+            raise LedgerError(
+                f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: record {record.number} holds "
+                "steps from before and after. Call ledger.mark() on every rank when a checkpoint is saved"
+            )
+        elif record.kind == "resume":
+            found = min(found, int(record.more["keep"]))
+    return found
+
+
+def _contribution_table(rows: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]]) -> pa.Table:
+    labels = list(dict.fromkeys(label for _, _, label, _ in rows))
+    place = {label: i for i, label in enumerate(labels)}
+    index = np.concatenate([np.full(len(values), place[label], np.int32) for _, _, label, values in rows])
+    columns = [
+        pa.array(np.concatenate([np.full(len(values), step, np.int64) for step, _, _, values in rows])),
+        pa.array(np.concatenate([ids for _, ids, _, _ in rows])),
+        pa.DictionaryArray.from_arrays(pa.array(index), pa.array(labels, pa.string())).cast(pa.string()),
+        pa.array(np.concatenate([values for _, _, _, values in rows])),
+    ]
+    return pa.table(columns, schema=CONTRIBUTIONS)
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """Write a table as Parquet with page checksums: without them bit flips pass unseen."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
+
+
+def parse_flush(given: int | str) -> tuple[int | None, float | None]:
+    """Return rows or seconds."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given, None
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h)\s*", str(given))
+    if not found or isinstance(given, bool):
+        raise LedgerError(f'flush_every is {given!r}; accepted are rows as an integer, or a time such as "30s" or "5min"')
+    return None, float(found.group(1)) * {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}[found.group(2)]
+
+
+def software() -> dict[str, str]:
+    """Return versions that matter for reading the numbers later; torch only if it is loaded."""
+    import sys
+
+    from inrun import __version__
+
+    found = {"inrun": __version__, "python": platform.python_version(), "numpy": np.__version__, "pyarrow": pa.__version__}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+    return found
+
+
+def _wait_for(path: Path, seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            raise LedgerError(f"{path} did not appear within {seconds:.0f} s; rank 0 makes it")
+        time.sleep(0.05)

@@ -1,0 +1,163 @@
+"""Re-read everything against checksums and hash chain, and name what is damaged."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from inrun.errors import LedgerError
+from inrun.ledger.disk import TABLES, read_about
+from inrun.ledger.manifest import FOLDER, Chain, Part, check_relative, ranks_of, read_chain
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong."""
+
+    where: str
+    what: str
+    #: The steps that are affected, if they are known.
+    first_step: int | None = None
+    last_step: int | None = None
+    #: The recorded part, if it is one.
+    part: str | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        """Return one line."""
+        steps = "" if self.first_step is None else f" (steps {self.first_step} to {self.last_step})"
+        return f"{self.where}: {self.what}{steps}"
+
+
+@dataclass
+class Verification:
+    """What was found; ``str()`` gives the page."""
+
+    path: str
+    parts: int = 0
+    rows: int = 0
+    nbytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    #: Harmless findings: files that no record counts.
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self), "problems": [vars(p) for p in self.problems], "good": self.good}
+
+    def __str__(self) -> str:
+        """Return the page."""
+        lines = [f"{self.path}: {self.parts} parts, {self.rows:,} rows, {self.nbytes:,} bytes read"]
+        lines += [f"  damaged: {p}" for p in self.problems]
+        lines += [f"  note: {n}" for n in self.notes]
+        lines.append(
+            "  all of it is whole" if self.good else f"  {len(self.problems)} problems; `inrun repair` sets damaged parts aside"
+        )
+        return "\n".join(lines)
+
+
+def verify(path: str | Path) -> Verification:
+    """Check a run; LedgerError only if there is none."""
+    run = Path(path)
+    found = Verification(str(run))
+    if not run.is_dir() or not ((run / "run.json").exists() or (run / FOLDER).is_dir()):
+        raise LedgerError(f"{run} holds no run: there is neither run.json nor a manifest")
+    chains = [read_chain(run, rank) for rank in ranks_of(run)] if (run / FOLDER).is_dir() else []
+    if not chains:
+        found.problems.append(Problem(FOLDER, "there is no manifest"))
+    for chain in chains:
+        found.problems += [Problem(f"{FOLDER}/r{chain.rank}", d, rank=chain.rank) for d in chain.damage]
+        _check_about(run, chain, found)
+    counted: dict[str, int] = {}
+    for chain in chains:
+        for record in chain.live():
+            for part in record.parts:
+                if part.path in counted:
+                    found.problems.append(Problem(part.path, "two records count it", part=part.path, rank=chain.rank))
+                counted[part.path] = chain.rank
+                _check_part(run, part, chain.rank, found)
+    _look_around(run, chains, set(counted), found)
+    return found
+
+
+def _check_about(run: Path, chain: Chain, found: Verification) -> None:
+    """The first record knows the run's id and the hash of ``run.json``."""
+    if not chain.records:
+        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "it has no whole record", rank=chain.rank))
+        return
+    begin = chain.records[0]
+    known = begin.more.get("run_json")
+    for record in chain.records:
+        known = record.more.get("run_json", known) if record.kind in ("begin", "about") else known
+    if begin.kind != "begin":
+        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "its first record is not a beginning", rank=chain.rank))
+        return
+    try:
+        data = (run / "run.json").read_bytes()
+        about = read_about(run)
+    except (OSError, LedgerError) as error:
+        _once(found, Problem("run.json", str(error)))
+        return
+    if hashlib.sha256(data).hexdigest() != known:
+        _once(found, Problem("run.json", "it is not the file that was written when the run began"))
+    if about.get("run_id") != begin.more.get("run_id"):
+        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", f"it belongs to run {begin.more.get('run_id')}", rank=chain.rank))
+
+
+def _once(found: Verification, problem: Problem) -> None:
+    if problem not in found.problems:
+        found.problems.append(problem)
+
+
+def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
+    def bad(what: str) -> None:
+        found.problems.append(Problem(part.path, what, part.first_step, part.last_step, part.path, rank))
+
+    try:
+        file = run / check_relative(part.path)
+        data = file.read_bytes()
+    except LedgerError as error:
+        bad(str(error))
+        return
+    except OSError:
+        bad("it is missing")
+        return
+    found.parts += 1
+    found.nbytes += len(data)
+    if len(data) != part.nbytes:
+        bad(f"it has {len(data)} bytes instead of {part.nbytes}")
+    elif hashlib.sha256(data).hexdigest() != part.sha256:
+        bad("its content is not what was written")
+    else:
+        try:
+            table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            bad(f"it is not readable Parquet ({error})")
+            return
+        found.rows += table.num_rows
+        schema = {"contributions": CONTRIBUTIONS, "accounts": ACCOUNTS}.get(part.table)
+        if table.num_rows != part.rows or (schema is not None and not table.schema.equals(schema)):
+            bad("its rows or columns are not those that were recorded")
+
+
+def _look_around(run: Path, chains: list[Chain], counted: set[str], found: Verification) -> None:
+    """Say which files no record counts; they are not read by anything."""
+    dropped = set().union(*(c.dropped() for c in chains)) if chains else set()
+    for table in TABLES:
+        for file in sorted((run / table).glob("*")) if (run / table).is_dir() else []:
+            name = f"{table}/{file.name}"
+            if name in counted:
+                continue
+            why = "was dropped by a resume or repair" if name in dropped else "has no record (an unfinished commit, or not ours)"
+            found.notes.append(f"{name} {why}; it is not counted")

@@ -1,0 +1,92 @@
+"""kill -9 at random moments of a real training run, resume, until done: the books are those of the unbroken run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from inrun.ledger import Ledger
+from inrun.ledger.verify import verify
+from killable import STEPS, train
+
+
+def run_in_fork(folder: Path, naive: bool, after: float | None) -> bool:
+    """Train in a forked process; kill it after so many seconds. Return whether it was killed before the end."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            train(folder, naive)
+            status = 0
+        finally:
+            os._exit(status)
+    killed = False
+    if after is not None:
+        time.sleep(after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status)
+    assert killed or os.WEXITSTATUS(status) == 0
+    return killed
+
+
+def kill_until_done(folder: Path, kills: int, naive: bool, whole: float, seed: int) -> int:
+    """Kill the run again and again, then let it finish; return how often it was really killed."""
+    rng = random.Random(seed)
+    count, reached = 0, set()
+    while count < kills:
+        count += run_in_fork(folder, naive, rng.uniform(0.0, 0.6) * whole)
+        if not naive and (folder / "checkpoint.pt").exists():
+            reached.add(torch.load(folder / "checkpoint.pt", weights_only=True)["accountant"]["step"])
+        if (folder / "done").exists() and naive:
+            return count
+        if (folder / "done").exists():  # finished before enough kills: start over in the same folder
+            (folder / "done").unlink()
+            (folder / "checkpoint.pt").unlink()
+    run_in_fork(folder, naive, None)
+    assert naive or len(reached) >= 4, "the kills fell into the same place: nothing was tested"
+    return count
+
+
+def books(folder: Path) -> tuple[list, list, list]:
+    reader = Ledger.open(folder / "run")
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return reader.contributions().to_pylist(), reader.accounts().to_pylist(), [v.numpy().tobytes() for v in state["model"].values()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> tuple[Path, float]:
+    train(tmp_path_factory.mktemp("warm"))  # imports and first-use costs happen before the forks, not in each of them
+    folder = tmp_path_factory.mktemp("unbroken")
+    began = time.monotonic()
+    run_in_fork(folder, False, None)
+    return folder, time.monotonic() - began
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_runs_end_in_the_books_of_an_unbroken_one(tmp_path, unbroken, kills: int) -> None:
+    folder, whole = unbroken
+    assert kill_until_done(tmp_path, kills, False, whole, seed=kills) >= kills
+    assert verify(tmp_path / "run").good
+    (rows, accounts, weights), (rows_0, accounts_0, weights_0) = books(tmp_path), books(folder)
+    assert weights == weights_0
+    assert rows == rows_0
+    assert accounts == accounts_0
+    assert len(accounts) == STEPS
+    assert Ledger.open(tmp_path / "run").scores().equals(Ledger.open(folder / "run").scores())
+
+
+def test_control_a_naive_writer_does_not(tmp_path, unbroken) -> None:
+    """The same kills with a writer that knows nothing of checkpoints: rows are counted twice."""
+    folder, whole = unbroken
+    assert kill_until_done(tmp_path, 10, True, whole, seed=3) >= 2
+    rows = [json.loads(line) for line in (tmp_path / "naive.jsonl").read_text().splitlines() if line.endswith("}")]
+    expected = [(r["step"], r["sample_id"], r["contribution"]) for r in Ledger.open(folder / "run").contributions().to_pylist()]
+    assert sorted((r["step"], r["id"], r["c"]) for r in rows) != sorted(expected)
