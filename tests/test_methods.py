@@ -550,3 +550,63 @@ def test_a_loss_without_a_second_derivative_names_the_way_out() -> None:
                 (model(xs[0]) - ys[0]).square().mean().backward()
                 optimizer.step()
             assert torch.isfinite(accountant.last.contributions["validation"]).all()
+
+
+@pytest.mark.parametrize("method", ["lookahead", "second", "midpoint"])
+def test_a_step_the_scaler_holds_back_scores_nothing(method: str) -> None:
+    model = tiny(dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with inrun.Accountant(model, optimizer, validation(), method=method, audit_every=1) as accountant:
+        for step in range(3):
+            with accountant.step(range(4)):
+                loss = next_token_loss(model, batch(4, step)) * (float("inf") if step == 1 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert (accountant.last.skipped is not None) == (step == 1)
+            assert bool((accountant.last.contributions["validation"] == 0).all()) == (step == 1)
+        assert accountant.ledger.contributions().num_rows == 8
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_half_precision_weights() -> None:
+    """bfloat16 weights: shares still sum to what the books measure, to that precision."""
+    model = tiny(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = batch(2, 99)
+    with inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, rows).float(), method="midpoint", audit_every=1) as accountant:
+        for step in range(4):
+            account = train_step(accountant, model, optimizer, batch(4, step)).accounts["validation"]
+        assert math.isfinite(account.data)
+        assert accountant.last.contributions["validation"].dtype == torch.float32
+
+
+def test_parameters_without_gradient_do_not_move() -> None:
+    """A head that a batch does not use: the optimizer passes over it, and so do the zero-gradient moves."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, second: bool) -> Tensor:
+            return self.b(x) if second else self.a(x)
+
+    torch.manual_seed(0)
+    model = Two().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    xv = torch.randn(3, 3).double()
+    fn = lambda m: m(xv, False).square().mean() + m(xv, True).square().mean()  # noqa: E731
+    for method in ("lookahead", "midpoint"):
+        with inrun.Accountant(model, optimizer, fn, method=method, audit_every=1) as accountant:
+            for step in range(6):
+                with accountant.step(range(4)):
+                    model(torch.randn(4, 3).double(), step % 3 == 2).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                account = accountant.last.accounts["validation"]
+                assert account.data + account.optimizer + account.residual == pytest.approx(account.loss_before - account.loss_after)
+                if method == "midpoint" and step >= 3:
+                    assert abs(account.residual) < 0.1 * account.spread

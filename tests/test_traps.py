@@ -448,3 +448,24 @@ def test_fused_optimizer_divides_the_loss_scale_out() -> None:
                 optimizer.zero_grad()
         results.append(accountant.last.contributions["validation"])
     assert relative_error(results[1], results[0]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adamw fused"])
+@pytest.mark.parametrize("method", ["first", "midpoint"])
+def test_a_loss_scaler_does_not_scale_the_scores(kind: str, method: str) -> None:
+    """The scaler's kernel writes gradients without counting the write; scores must be those of the unscaled run all the same."""
+    found = []
+    for scaled in (False, True):
+        model = tiny(dtype=torch.float32)
+        p = model.parameters()
+        optimizer = torch.optim.SGD(p, lr=0.1) if kind == "sgd" else torch.optim.AdamW(p, lr=1e-3, fused=kind == "adamw fused")
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        with inrun.Accountant(model, optimizer, validation(), method=method, audit_every=0) as accountant:
+            for step in range(3):
+                with accountant.step(range(4)):
+                    scaler.scale(next_token_loss(model, batch(4, step))).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+            found.append(accountant.last.contributions["validation"])
+    assert relative_error(found[1], found[0]) < 1e-4

@@ -146,6 +146,9 @@ def test_the_fast_path_of_adam(name: str) -> None:
         there, gain = weight.detach().clone(), torch.empty_like(weight)
         assert s.rule.travel(there, g, group, state, 0.5, gain)
         assert torch.equal(gain, s.rule.secant(g, *s.arguments))
+        coasted = weight.detach().clone()
+        assert s.rule.coast(coasted, group, state)
+        assert torch.allclose(coasted, weight + s.rule.zero_move(*s.arguments)[1], rtol=1e-5, atol=1e-7)
         middle = weight + s.rule.zero_move(*s.arguments)[1] - 0.5 * general * g
         assert torch.allclose(there, middle, rtol=1e-5, atol=1e-7)
 

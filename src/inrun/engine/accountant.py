@@ -146,7 +146,7 @@ class Accountant:
         self.audits = Schedule(audit_every)
         self.ledger: LedgerWriter
         if isinstance(ledger, (str, os.PathLike)):
-            self.ledger = Ledger(ledger, about=self._about())
+            self.ledger = Ledger(os.fspath(ledger), about=self._about())
         else:
             self.ledger = MemoryLedger() if ledger is None else ledger
         self._owns_ledger = is_path

@@ -80,6 +80,8 @@ class Moves:
         rule, at, state = self.rules[s.optimizer], s.parameter.detach(), self.state(s)
         if zero == 1.0 and data != 0.0 and out.data_ptr() == at.data_ptr() and self._travel(s, out, data):
             return
+        if zero == 1.0 and data == 0.0 and out.data_ptr() == at.data_ptr() and rule.coast(out, s.group, state):
+            return
         without = rule.zero_move(at, s.group, state)[1]
         if data == 0.0:
             out.add_(without, alpha=zero)
@@ -99,7 +101,8 @@ class Moves:
     def _travel(self, s: Scored, weight: Tensor, fraction: float) -> bool:
         """Shift a weight and make its gain in one pass, where the rule has one and the gain is not made yet."""
         rule = self.rules[s.optimizer]
-        if self.frozen or s.parameter in self.gains or not rule.elementwise:
+        whole = weight.dtype in (torch.float32, torch.float64)  # a gain must not be rounded to half precision
+        if self.frozen or s.parameter in self.gains or not rule.elementwise or not whole:
             return False
         gradient = self.used_gradient(s)
         gain = self.buffers.named(("gain", s), weight)

@@ -42,6 +42,13 @@ def sketch_of(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1)[:SKETCH].clone()
 
 
+def _sketches_agree(seen: list[tuple[Scored, Seen]]) -> bool:
+    """Whether the first entries are what they were, and not all 0: a loss scaler's kernel does not count its writes."""
+    now = torch.cat([s.parameter.grad.reshape(-1)[:SKETCH] for s, _ in seen if s.parameter.grad is not None])
+    then = torch.cat([note.sketch for _, note in seen])
+    return torch.equal(now, then) and bool((then != 0).any())
+
+
 def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
     """Return ‖first entries now − factor · first entries then‖ and ‖first entries then‖, per gradient."""
     now, then = torch.cat([g.reshape(-1)[:SKETCH] for g in gradients]).cpu(), torch.cat(before).cpu()
@@ -112,7 +119,7 @@ class GradientWatch:
             OptimizerError: The change is not one number for all parameters, and ``strict``.
         """
         seen = [(s, self.seen[s.parameter]) for s in scored if s.parameter in self.seen]
-        if all(note.untouched(s.parameter.grad) for s, note in seen):
+        if all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen):
             return 1.0
         gone = [s.name for s, _ in seen if s.parameter.grad is None]
         if gone:

@@ -129,6 +129,21 @@ class AdamRule(MomentsRule):
             here.addcmul_(out[some], g[some], value=-fraction)
         return True
 
+    @torch.no_grad()
+    def coast(self, weight: Tensor, group: Group, state: State) -> bool:
+        """Shrink, and add −k β₁ m / (√s + ε) in the unit of sizes."""
+        if not weight.is_contiguous() or not self._usual(weight, group, state) or state["exp_avg"].dtype != weight.dtype:
+            return False
+        pull, unit = self._pull(group, state)
+        keeps, eps = 1.0 - self.shrinks(group), float(group["eps"]) / unit
+        w, m, s = weight.view(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+        parts = chunks_of(w)
+        size = w.new_empty(parts[0].stop if parts else 0)
+        for some in parts:
+            here = torch.sqrt(s[some], out=size[: some.stop - some.start]).add_(eps)
+            w[some].mul_(keeps).addcdiv_(m[some], here, value=-pull / unit)
+        return True
+
     def _pull(self, group: Group, state: State) -> tuple[float, float]:
         """Return lr β₁/(1−β₁ᵗ), and the unit of sizes √(β₂ / (1−β₂ᵗ)) in which D₀ is kept."""
         beta1, beta2 = (float(b) for b in group["betas"])

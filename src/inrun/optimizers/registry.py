@@ -152,6 +152,10 @@ class UpdateRule:
         """
         return False
 
+    def coast(self, weight: Tensor, group: Group, state: State) -> bool:
+        """Write w + u(0) into ``weight`` in one pass over memory; False where the rule has no such pass."""
+        return False
+
     def path(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> list[tuple[float, float]]:
         """Return the points s of the way s·G at which the Jacobian is taken, and their weights."""
         return gauss_legendre(self.points)
