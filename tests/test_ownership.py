@@ -183,6 +183,7 @@ def test_a_new_pattern_of_shapes_is_verified_again() -> None:
         with accountant.step(range(3)):
             model(rows[:, :t]).square().sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
     with pytest.raises(RowOwnershipError, match="inner"), accountant.step(range(3)):
         model(rows[:, :3]).square().sum().backward()
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from inrun import __version__
+from inrun.cli.ledger_commands import add_commands as add_ledger_commands
 from inrun.errors import ConfigurationError, InrunError
 
 
@@ -74,21 +75,6 @@ def bench(
         click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))
     else:
         print_table(shape, results, rounds)
-
-
-@cli.command(epilog="\b\nExamples:\n  inrun audit runs/mine\n  inrun audit runs/mine --json\n")
-@click.argument("run", type=click.Path(exists=True, file_okay=False))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
-def audit(run: str, as_json: bool) -> None:
-    """Print the books of RUN: what data, momentum and decay did to the validation loss, and how far the method is off."""
-    from inrun.cli.text import printable
-    from inrun.ledger import read_run, summarise
-
-    about, accounts = read_run(run)
-    summary = summarise(accounts, str(about.get("method", "?")), str(about.get("update", "?")))
-    click.echo(
-        json.dumps(summary.as_dict(), indent=2) if as_json else "\n".join(printable(line, 400) for line in str(summary).split("\n"))
-    )
 
 
 def _numbers(kind: type) -> Any:
@@ -162,6 +148,9 @@ def demo(epochs: int, as_json: bool) -> None:
         click.echo(json.dumps(as_data(result), indent=2))
     else:
         print_story(result)
+
+
+add_ledger_commands(cli)
 
 
 def main() -> None:

@@ -166,6 +166,7 @@ class Accountant:
         self.watch = GradientWatch(self.scored, active=lambda: self.open_step is not None)
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
         self.capture.after_forward = self._after_forward
+        self.capture.in_step = lambda: self.open_step is not None
         self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
         self._hooks += [o.register_step_post_hook(self._after_step(i)) for i, o in enumerate(self.optimizers)]
         _attached[model] = None
@@ -191,6 +192,12 @@ class Accountant:
         """Return the lanes (position, group) of one optimizer."""
         first = sum(len(o.param_groups) for o in self.optimizers[:optimizer])
         return list(enumerate(self.optimizers[optimizer].param_groups, first))
+
+    def go_last(self) -> None:
+        """Put our hooks behind those that others registered since, which may clip: ours must see what the optimizer uses."""
+        for optimizer, hook in zip(self.optimizers, self._hooks, strict=False):
+            hooks = optimizer._optimizer_step_pre_hooks
+            hooks[hook.id] = hooks.pop(hook.id)
 
     def loss_scale(self, optimizer: int) -> float:
         """Return the scale that a fused optimizer divides out by itself (GradScaler hands it over), else 1."""
@@ -272,8 +279,7 @@ class Accountant:
         found = self.validation.bent_gradients(parameters, self.steps_done, move)
         if not self._hessian_checked:
             found = own(found)  # the check takes gradients too, into the same buffers
-            check_hessian(found, self.validation, self.moves, parameters, moving, move, self.steps_done)
-            self._hessian_checked = True
+            self._hessian_checked = check_hessian(found, self.validation, self.moves, parameters, moving, move, self.steps_done)
         return found
 
     def _averaged_gradients(self, parameters: list[nn.Parameter], moving: list[Scored]) -> Gradients:
@@ -323,7 +329,7 @@ class Accountant:
             if self.open_step is None:
                 if not self._warned_outside and not self._suspended:
                     log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
-                self._warned_outside = True
+                    self._warned_outside = True
                 return
             # torch hands over the arguments of the unbound step: the optimizer itself comes first.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -347,6 +353,8 @@ class Accountant:
         def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.open_step is not None:
                 self.open_step.depth[index] = self.open_step.depth.get(index, 1) - 1
+                if self.open_step.depth[index] <= 0:
+                    self.open_step.completed.add(index)
 
         return hook
 
@@ -361,7 +369,7 @@ class Accountant:
             contributions = contributions.new_zeros(len(contributions), len(step.columns))
         ids = torch.cat([m.ids for m in step.microbatches])
         clip = tuple(step.settled.get(i, 1.0) for i in range(len(self.optimizers)))
-        self._moved = self.moves.scored if step.skipped else [s for s in self.scored if s.parameter in self.watch.seen]
+        self._moved = self.moves.scored if step.skipped else step.moved
         result = make_result(step, self.steps_done, ids, contributions, clip, self.directions.zero_gains)
         self.ledger.write(make_record(step, result, contributions))
         self._last = result

@@ -20,7 +20,7 @@ from inrun.engine.directions import Direction, Directions
 from inrun.engine.ownership import Ownership, Recorder
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Scored, Site
-from inrun.errors import CoverageError, DeferredMemoryError, IdsError
+from inrun.errors import CoverageError, DeferredMemoryError, IdsError, StepError
 from inrun.layers import ExpandTap, Kept, KeptRowSums, Tap, float_tensors, unused_parameters
 
 
@@ -59,17 +59,30 @@ class Microbatch:
     directions: Directions
     #: One probe ``[n, k]`` per lane (parameter group).
     probes: list[Tensor]
-    audited: bool
+    #: Whether the step's sums are checked: on audited steps, and wherever gradient may flow past the rules.
+    balanced: bool
     buffers: Buffers
     #: Bytes that the backward will keep, told from the shapes of the forward, and how many are allowed in all.
     expected: Expected
     pending: list[Pending] = field(default_factory=list)
-    #: Parameters contracted in the backward that is running, until their gradient arrives (shared with the watch).
-    contracted: set[nn.Parameter] = field(default_factory=set)
+    #: Told of every parameter that is contracted, before its gradient arrives.
+    contracts: Callable[[nn.Parameter], None] = lambda parameter: None
+    #: Its step has ended: gradient that still flows through it can be scored no more.
+    over: bool = False
     #: Parameters whose gradient came through tensors of less than single precision.
     coarse: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
-    #: On audited steps: Σ_n ⟨g_n, v⟩ per parameter, ``[k]``, of contractions inside the backward.
+    #: Where ``balanced``: Σ_n ⟨g_n, v⟩ per parameter, ``[k]``, of contractions inside the backward.
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    #: Some contraction was made already.
+    begun: bool = False
+    #: ``sums`` hold all of it.
+    countable: bool = True
+
+    def balance_late(self) -> None:
+        """Check this step's sums, though it is not audited."""
+        if not self.balanced:
+            self.balanced, self.countable = True, not self.begun
 
     def __post_init__(self) -> None:
         """Find the nodes that add to the probes' gradients."""
@@ -104,11 +117,23 @@ class Call:
 
         ``torch.autograd.grad`` and ``backward(inputs=...)`` do not: what flows there trains nothing, or cannot be scored.
         """
-        return torch._C._will_engine_execute_node(self.micro.accumulators[self.lanes[name]])
+        found = torch._C._will_engine_execute_node(self.micro.accumulators[self.lanes[name]])
+        if torch.is_grad_enabled():
+            # create_graph=True: a second backward may follow (a gradient penalty), part of which flows past the rules.
+            self.micro.balance_late()
+        if self.micro.over:
+            if found and self.capture.in_step():
+                raise StepError(
+                    f"gradient flows through a forward of {_title(self.site)} that was made in an earlier step; its samples would "
+                    "not be scored. Run forward and backward inside the same step."
+                )
+            return False
+        return found
 
     def _note(self, name: str, b: Any) -> Scored:
         s = self.site.scored[name]
-        self.micro.contracted.add(s.parameter)
+        self.micro.contracts(s.parameter)
+        self.micro.begun = True
         for x in b if isinstance(b, list) else [b]:
             if isinstance(x, Tensor) and x.dtype.itemsize < 4:
                 self.micro.coarse[s.parameter] = x.dtype
@@ -129,7 +154,7 @@ class Call:
         if not self.live(name):
             return torch.zeros_like(self.micro.probes[self.lanes[name]])
         s = self._note(name, None)
-        if self.micro.audited:
+        if self.micro.balanced:
             total = contributions.detach().double().sum(0)
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
         if direction.scale != 1.0:
@@ -149,7 +174,7 @@ class Call:
         if not self.live(name):
             return
         s = self._note(name, None)
-        if self.micro.audited:
+        if self.micro.balanced:
             total = sums.double().sum((0, 2))
             self.micro.sums[s.parameter] = self.micro.sums.get(s.parameter, 0) + total
         self.micro.pending.append(Pending(s, KeptRowSums(sums.mul_(direction.scale))))
@@ -223,6 +248,8 @@ class Capture:
         self.root_call: Arguments | None = None
         #: Called after each observed forward of the model.
         self.after_forward: Callable[[], None] | None = None
+        #: Whether a step is open.
+        self.in_step: Callable[[], bool] = lambda: True
         self._paused = False
         self._examined: set[Site] = set()
         self._patched: list[tuple[nn.Module, Any]] = []
@@ -331,6 +358,7 @@ class Capture:
             call.expect(lead)
         saved = site.rule.observe(site.module, args, kwargs)
         out = site.original(*args, **kwargs)
+        saved[0].note_written(site.module)
         tensors = float_tensors(out)
         if not tensors:
             raise CoverageError(f"{_title(site)} has parameters but returns no floating-point tensor to score them by")

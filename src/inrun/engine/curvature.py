@@ -62,15 +62,15 @@ def check_hessian(
     moving: list[Scored],
     move: dict[nn.Parameter, Tensor],
     step: int,
-) -> None:
-    """Compare a Hessian product with central differences; raise if it is another one.
+) -> bool:
+    """Compare a Hessian product with central differences; raise if it is another one, return False if nothing moved.
 
     Autograd does not always say when a second derivative is missing: a custom function whose backward is written with
     plain tensors counts as a constant there, and the product would be silently partial.
     """
     bent, plain, h = bent_by_differences(validation, moves, parameters, moving, move, step)
     if h == 0.0:
-        return
+        return False
     triples = [
         (a, b, c)
         for a, b, c in zip(found.raw, bent.raw, plain.raw, strict=True)
@@ -86,3 +86,4 @@ def check_hessian(
             'function in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '
             'method="midpoint", which needs no Hessian.'
         )
+    return True

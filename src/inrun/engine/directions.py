@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from inrun.engine.moves import Moves
 from inrun.engine.sites import Scored
+from inrun.errors import StepError
 from inrun.optimizers import UpdateRule
 
 #: Columns from which the factor of a row is taken.
@@ -38,6 +39,13 @@ class Direction:
     scale: float
 
 
+def _plain(value: Any) -> Any:
+    """Return an option as plain numbers, whatever tensors it holds."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return tuple(_plain(x) for x in value) if isinstance(value, (tuple, list)) else value
+
+
 class Directions:
     """Makes and holds the directions of a step."""
 
@@ -49,12 +57,16 @@ class Directions:
         self.streaming: dict[nn.Parameter, Direction] = {}
         self.ready: dict[nn.Parameter, Tensor] = {}
         self.zero_gains = 0
-        #: Parameters of which every entry has had a gradient: looked at again on audited steps only.
-        self._with_history: set[nn.Parameter] = set()
+        #: Parameters of which some entry, or every entry, has had a gradient, by the state that tells so: looked at again on
+        #: audited steps only (some: after the early ones).
+        self._with_some: dict[nn.Parameter, dict[str, Any]] = {}
+        self._with_all: dict[nn.Parameter, dict[str, Any]] = {}
+        #: Options of all groups as they stood when directions were made before the backward.
+        self._options: list[list[dict[str, Any]]] = []
 
     def forget(self) -> None:
         """Free the gradients of the last step before new ones are made."""
-        self.raw, self.streaming, self.ready = {}, {}, {}
+        self.raw, self.streaming, self.ready, self._options = {}, {}, {}, []
 
     def set_raw(self, raw: list[Tensor | None]) -> None:
         """Take new validation gradients, one per scored parameter."""
@@ -62,17 +74,22 @@ class Directions:
 
     def _blank(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> bool:
         """Whether a parameter never had a gradient (LoRA's A while B is 0): it must wait for the real one, like a new one."""
-        if not count and (s.parameter in self._with_history or float(state.get("step", 0)) > EARLY):
+        p = s.parameter
+        begun = self._with_some.get(p) is state and float(state.get("step", 0)) > EARLY
+        if not count and (begun or self._with_all.get(p) is state):
             return False
         missing = rule.without_history(state)
+        if missing < p.numel() and state:
+            self._with_some[p] = state
         if missing == 0 and state:
-            self._with_history.add(s.parameter)
+            self._with_all[p] = state
         self.zero_gains += missing
         return missing == s.parameter.numel()
 
     def prepare(self, count: bool) -> None:
         """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
         self.streaming, self.ready, self.zero_gains = {}, {}, 0
+        self._options = [self._options_of(i) for i in range(len(self.optimizers))]
         for s in self.scored:
             raw = self.raw.get(s.parameter)
             rule = self.rules[s.optimizer]
@@ -90,6 +107,25 @@ class Directions:
                 factor = rule.frozen(v, s.parameter.detach(), s.group, state)
                 if factor is not None:
                     self.streaming[s.parameter] = Direction(v, factor)
+
+    def _options_of(self, optimizer: int) -> list[dict[str, Any]]:
+        """Return the groups' options that a gain depends on; the learning rate is read when the optimizer steps."""
+        names = ["betas", "momentum", "dampening", "nesterov", "eps", "amsgrad", "maximize"]
+        if self.rules[optimizer].rate_is_state:
+            names.append("lr")
+        groups = self.optimizers[optimizer].param_groups
+        return [{k: _plain(group[k]) for k in names if k in group} for group in groups]
+
+    def check_options(self, optimizer: int) -> None:
+        """Raise if options changed since directions were made with them."""
+        if self._options and any(s.optimizer == optimizer and s.parameter in self.streaming for s in self.scored):
+            for before, now in zip(self._options[optimizer], self._options_of(optimizer), strict=True):
+                changed = [name for name in now if now[name] != before.get(name)]
+                if changed:
+                    raise StepError(
+                        f"{', '.join(changed)} of the optimizer changed inside the step, after contributions had begun to be made "
+                        "with it; set options before the step opens (a scheduler steps after the optimizer)"
+                    )
 
     def stream(self, s: Scored, sparse: bool) -> Direction | None:
         """Return the direction for a use that contracts inside the backward, or None if it must wait.
@@ -162,7 +198,7 @@ class Directions:
         columns = slice(COLUMNS)
         some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
         weight, grad = p.detach()[:, columns], self.used_gradient(s)[:, columns]
-        frozen = torch.ones_like(weight).unsqueeze(0)
+        frozen = torch.ones((1, *weight.shape), dtype=weight.dtype, device=weight.device)
         scale = rule.frozen(frozen, weight, s.group, some)
         assert scale is not None
         secant = rule.secant(grad, weight, s.group, some)

@@ -59,13 +59,19 @@ class Moves:
         rule, state, weight = self.rules[s.optimizer], self.state(s), s.parameter.detach()
         gradient = self.used_gradient(s)
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        if (rule.linear or self.frozen) and not (s.some_sparse and not rule.linear):
+        if rule.linear or (self.frozen and self._has_frozen_gain(s, rule, state)):
             ones = weight.new_ones((1, 1) if rule.linear else (1, *weight.shape), dtype=dtype)
             factor = rule.frozen(ones, weight, s.group, state)
             if factor is not None:
                 scale = factor * float(s.group["lr"])
                 return scale if rule.linear else ones[0].mul_(scale)
         return rule.secant(gradient.to(dtype), weight.to(dtype), s.group, state)
+
+    @staticmethod
+    def _has_frozen_gain(s: Scored, rule: UpdateRule, state: dict[str, Any]) -> bool:
+        """Whether the gain before the step is usable: not of tables, output vocabularies and what never had a gradient."""
+        classes = any(site.rule.rows_are_classes(site.module, name) for site, name in s.uses)
+        return not s.some_sparse and not classes and rule.without_history(state) < s.parameter.numel()
 
     def direction(self, s: Scored, raw: Tensor) -> Tensor:
         """Return v = gain ∘ ∇̄ for validation gradients ``[k, *shape]``, which are overwritten."""
@@ -94,7 +100,11 @@ class Moves:
         gain = self.gain(s)
         out.add_(without, alpha=zero)
         if isinstance(gain, Tensor):
-            out.addcmul_(gain.to(out.dtype), gradient.to(out.dtype), value=-data)
+            wide = torch.promote_types(out.dtype, gain.dtype)  # a gain may be too large for half precision
+            if wide == out.dtype:
+                out.addcmul_(gain.to(wide), gradient.to(wide), value=-data)
+            else:
+                out.add_(gain * gradient.to(wide), alpha=-data)
         else:
             out.add_(gradient, alpha=-data * gain)
 
@@ -126,7 +136,7 @@ class Moves:
                 yield
             finally:
                 with torch.no_grad():
-                    for weight, copy in saved:
+                    for weight, copy in reversed(saved):
                         weight.copy_(copy)
 
     def at_zero_move(self, moving: list[Scored]) -> Place:

@@ -16,7 +16,7 @@ from inrun.errors import ValidationError
 
 @contextlib.contextmanager
 def forked_random(seed: int, devices: list[torch.device]) -> Iterator[None]:
-    """Seed torch's generators for the time of the block; put torch, numpy and Python back afterwards."""
+    """Seed torch, numpy and Python for the time of the block; put them back afterwards."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -27,6 +27,9 @@ def forked_random(seed: int, devices: list[torch.device]) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         try:
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed % 2**32)
             yield
         finally:
             random.setstate(python_state)
@@ -53,20 +56,23 @@ def modes(model: nn.Module, training: bool | None, batch_norm_eval: bool = False
 class BufferGuard:
     """Puts back buffers that an extra forward pass writes to.
 
-    All buffers are copied around the first pass only; it shows which ones are written. A buffer that is first
-    written in a later pass is an error, since its old content is gone.
+    All buffers are copied around the first pass of every constellation of train and eval modes; it shows which ones are
+    written. A buffer that is first written in a later pass is an error, since its old content is gone. Contents are
+    compared, since batch norm's kernel does not count its writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Watch the buffers of ``model``."""
         self.model = model
-        self.written: set[str] | None = None
+        self.written: dict[tuple[bool, ...], set[str]] = {}
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Restore what is written to in the block."""
         buffers = dict(self.model.named_buffers())
-        copied = buffers if self.written is None else {k: v for k, v in buffers.items() if k in self.written}
+        flags = tuple(m.training for m in self.model.modules())
+        written = self.written.get(flags)
+        copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
         copies = {name: b.detach().clone() for name, b in copied.items()}
         versions = {name: b._version for name, b in buffers.items()}
         try:
@@ -74,9 +80,11 @@ class BufferGuard:
         finally:
             after = dict(self.model.named_buffers())
             changed = {n for n, b in buffers.items() if b._version != versions[n] or after.get(n) is not b}
-            for name in changed & set(copies):
+            if written is None:
+                changed |= {name for name, copy in copies.items() if not torch.equal(buffers[name], copy)}
+            for name in copies if written is not None else changed & set(copies):
                 _put_back(self.model, name, buffers[name], copies[name])
-            self.written = changed | (self.written or set())
+            self.written[flags] = changed | (written or set())
             lost = changed - set(copies)
             if lost:
                 raise ValidationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,11 +85,40 @@ def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer])
                 if p in names and p.requires_grad:
                     found[p] = Scored(names[p], p, index, optimizer, place, lane)
             lane += 1
+    _check_memory(found)
     if not found:
         raise ConfigurationError(
             "no trainable parameter of the model is in the optimizer; was the optimizer made from another model?"
         )
     return found
+
+
+def _check_memory(scored: dict[nn.Parameter, Scored]) -> None:
+    """Raise if two parameters are other names for the same memory: a step moves it twice, which no rule describes."""
+    spans = []
+    for p, s in scored.items():
+        if p.numel() and p.layout == torch.strided and p.device.type != "meta" and type(p) is nn.Parameter and p.data_ptr():
+            last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), s))
+    spans.sort(key=lambda span: span[:3])
+    for (device, start, end, s), (other_device, other_start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start <= other_start < end and _overlap(s.parameter, other.parameter):
+            raise ConfigurationError(
+                f"{s.name} and {other.name} are two parameters in the same memory, which an optimizer step moves twice; tie them "
+                "by giving both modules the same Parameter object"
+            )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose spans of memory meet have an element in common (interleaved views have none)."""
+
+    def places(x: Tensor) -> Tensor:
+        found = torch.zeros((), dtype=torch.int64)
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            found = found.unsqueeze(-1) + torch.arange(size) * stride
+        return found.reshape(-1) * x.element_size() + x.data_ptr()
+
+    return bool(torch.isin(places(a), places(b)).any())
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

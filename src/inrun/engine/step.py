@@ -26,8 +26,9 @@ from inrun.engine.ids import check_ids
 from inrun.engine.sites import Scored
 from inrun.engine.validation import Column
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
-from inrun.layers import KeptRowSums
+from inrun.layers import FallbackRule, KeptRowSums
 from inrun.layers.embedding import KeptRows
+from inrun.layers.registry import KeptFactors
 
 if TYPE_CHECKING:
     from inrun.engine.accountant import Accountant
@@ -72,6 +73,12 @@ class Step:
         self.losses: Tensor | None = None
         self.skipped: str | None = None
         self.audited = False
+        #: Hooks of others may change gradients unseen: sums are checked though the step is not audited.
+        self.hooked = False
+        #: Parameters that the optimizers moved, known when they step.
+        self.moved: list[Scored] | None = None
+        #: Optimizers whose ``step`` came to its end.
+        self.completed: set[int] = set()
         self.settled: dict[int, float] = {}
         #: How many calls of each optimizer's ``step`` are running, one inside the other.
         self.depth: dict[int, int] = {}
@@ -100,6 +107,8 @@ class Step:
             self.audited = a.audits.due(a.steps_done)
             a.audits.begin()
             a.watch.reset()
+            a.go_last()
+            self.hooked = a.watch.has_hooks()
             a.buffers.begin_step()
             self.expected = a.expected()
             a.prepare_directions(self)
@@ -152,14 +161,23 @@ class Step:
             torch.zeros(ids.numel(), k, dtype=a.probe_dtype, device=a.device, requires_grad=True) for _ in range(a.lane_count)
         ]
         assert self.expected is not None
-        micro = Microbatch(ids, a.directions, probes, self.audited, a.buffers, self.expected, contracted=a.watch.contracted)
+        balanced = self.audited or self.hooked
+        micro = Microbatch(ids, a.directions, probes, balanced, a.buffers, self.expected, contracts=a.watch.contract)
         self.microbatches.append(micro)
         a.capture.micro = micro
 
     def _close(self) -> None:
         self.accountant.capture.micro = None
         self.accountant.open_step = None
+        for micro in self.microbatches:
+            micro.over = True
+            micro.pending = []
         self.microbatches = []
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the sums of this step are checked."""
+        return any(micro.balanced for micro in self.microbatches)
 
     def _check_coverage(self) -> None:
         """Raise if a parameter received gradient that no rule contracted."""
@@ -172,9 +190,16 @@ class Step:
                 "forward outside the step or of backward(inputs=...), or the model was changed after the Accountant was made."
             )
 
-    @torch.no_grad()
     def settle(self, optimizer: int) -> None:
         """Finish the contributions of one optimizer's parameters, right before it steps."""
+        try:
+            self._settle(optimizer)
+        except BaseException:
+            self.broken = True
+            raise
+
+    @torch.no_grad()
+    def _settle(self, optimizer: int) -> None:
         a = self.accountant
         if optimizer in self.settled:
             raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
@@ -185,11 +210,15 @@ class Step:
             raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
         self._check_coverage()
         a.watch.check_history()
+        a.watch.check_left_over(mine)
+        a.directions.check_options(optimizer)
         if self.lr is None:
             first = a.optimizers[0].param_groups[0].get("lr")
             self.lr = None if first is None else float(first)  # Adafactor may have none
         a.watch.settled = True
         a.capture.micro = None
+        if self.moved is None:
+            self.moved = a.moves.moving()
         if self.held_back:
             self.settled[optimizer] = 1.0
             return
@@ -203,7 +232,12 @@ class Step:
                 if grad is not None:
                     total.add_(grad, alpha=float(group["lr"]) * factor)
         self._settle_pending(optimizer, factor)
-        if self.audited:
+        if self.balanced:
+            if a.directions.streaming and not all(m.balanced and m.countable for m in self.microbatches if m.begun):
+                raise StepError(
+                    "a backward with create_graph=True came after others of the same step: gradient may flow past the rules, and "
+                    "the sums of this step cannot be checked any more; take audit_every=1"
+                )
             began = time.perf_counter()
             self._balance_streaming(mine, factor)
             a.audits.spent(time.perf_counter() - began)
@@ -241,8 +275,10 @@ class Step:
         if optimizer not in self.factors:
             return self._measure_factor(optimizer, mine)
         if len(self.settled) and self.accountant.directions.timing is not Timing.BEFORE:
+            was_reworked = optimizer in self.reworked
             now = self._measure_factor(optimizer, mine)
-            if abs(now - self.factors[optimizer]) > 1e-5 * abs(now):
+            changed = optimizer in self.reworked and not was_reworked
+            if changed or abs(now - self.factors[optimizer]) > 1e-5 * abs(now):
                 raise StepError(
                     "a gradient was clipped or unscaled after another optimizer had stepped; the whole move is measured before the "
                     "first one steps. Clip and unscale (scaler.unscale_) for all optimizers before the first optimizer.step()."
@@ -260,6 +296,7 @@ class Step:
                 if s.optimizer != optimizer:
                     continue
                 self.kept_bytes += kept.nbytes()
+                self._check_replay(kept)
                 if isinstance(kept, KeptRowSums):
                     if s not in row_factors:
                         row_factors[s] = a.directions.row_factors(s)
@@ -280,8 +317,19 @@ class Step:
                 c = kept.contract(turned) if rows is None else kept.contract_rows(rows, turned)
                 self.contributions[index].add_(c.to(a.probe_dtype), alpha=factor)
                 contributed += c.double().sum(0)
-            if self.audited:
+            if self.balanced:
                 self._balance_pending(s, [kept for _, kept in kepts], rows, v, contributed, factor)
+
+    def _check_replay(self, kept: Any) -> None:
+        """Raise if a module that must run again has weights of an optimizer that has stepped (fused ones count no writes)."""
+        if isinstance(kept, KeptFactors) and isinstance(kept.rule, FallbackRule) and len(self.settled) > 1:
+            own = set(kept.module.parameters())
+            stepped = list(self.settled)[:-1]
+            if any(s.optimizer in stepped and s.parameter in own for s in self.accountant.scored):
+                raise StepError(
+                    f"{type(kept.module).__name__} has no rule and must run again, but an optimizer that has stepped already moved "
+                    "some of its weights; give all its parameters to one optimizer"
+                )
 
     def _ratio(self, s: Scored, kepts: list[Any]) -> Tensor:
         """Return entry by entry what was done to a gradient since the backward (value clipping, clipping by groups).
@@ -340,6 +388,11 @@ class Step:
 
     def _finish(self) -> None:
         a = self.accountant
+        if self.broken or set(self.settled) - self.completed:
+            raise StepError(
+                "a microbatch or optimizer.step() of this step failed and the exception was caught inside it; nothing was "
+                "recorded. Let it leave the `with` block, and begin a new step after zero_grad()."
+            )
         self._check_coverage()
         a.watch.check_history()
         if not self.microbatches:

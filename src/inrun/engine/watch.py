@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.sites import Scored
-from inrun.errors import OptimizerError, StepError
+from inrun.errors import ConservationError, OptimizerError, StepError
 
 SKETCH = 8
 
@@ -65,9 +65,14 @@ class GradientWatch:
         """Attach; gradients are noted while ``active()``."""
         self.names = {s.parameter: s.name for s in scored}
         self.active = active
-        self.contracted: set[nn.Parameter] = set()
         self.reset()
         self.handles = [s.parameter.register_post_accumulate_grad_hook(self._note) for s in scored]
+
+    def contract(self, parameter: nn.Parameter) -> None:
+        """Note inside a backward that a rule contracts a parameter, whose gradient is about to arrive."""
+        self.contracted.add(parameter)
+        if parameter.grad is not None and parameter not in self.seen and parameter not in self.before:
+            self.before[parameter] = norm_of(parameter.grad.detach())
 
     @torch.no_grad()
     def _note(self, parameter: Tensor) -> None:
@@ -93,8 +98,11 @@ class GradientWatch:
         self.missed: set[nn.Parameter] = set()
         self.disturbed: set[nn.Parameter] = set()
         self.late: set[nn.Parameter] = set()
+        #: Parameters contracted in the backward that is running, until their gradient arrives.
+        self.contracted: set[nn.Parameter] = set()
+        #: Norms of gradients that were there before the step's first backward.
+        self.before: dict[nn.Parameter, Tensor] = {}
         self.settled = False
-        self.contracted.clear()
 
     def check_history(self) -> None:
         """Raise if the gradient did not grow by backwards alone."""
@@ -105,6 +113,27 @@ class GradientWatch:
             if found:
                 names = ", ".join(sorted(self.names[p] for p in found)[:5])
                 raise StepError(f"{names} {what}; what was scored is not what the optimizer uses. Open a new step instead.")
+
+    def check_left_over(self, moving: list[Scored]) -> None:
+        """Raise if the optimizer is about to use gradient of before the step, which is no sample's of this step."""
+        norms = dict(self.before)
+        for s in moving:
+            if s.parameter not in self.seen and s.parameter.grad is not None:
+                norms[s.parameter] = norm_of(s.parameter.grad)
+        if not norms:
+            return
+        nonzero = (torch.stack([x.double() for x in norms.values()]) != 0).tolist()
+        found = sorted(self.names[p] for p, is_nonzero in zip(norms, nonzero, strict=True) if is_nonzero)
+        if found:
+            raise ConservationError(
+                f"{', '.join(found[:5])} had gradient left in .grad from before the step: the optimizer would use it, and it is "
+                "no sample's of this step. Call zero_grad() before the step's first backward, or put all backwards of an update "
+                "into one step (step.microbatch)."
+            )
+
+    def has_hooks(self) -> bool:
+        """Whether hooks other than ours may change gradients on their way to ``.grad``, where nothing is seen of it."""
+        return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.names)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Detach the hooks."""

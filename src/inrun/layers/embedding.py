@@ -21,6 +21,7 @@ class KeptRows(KeptFactors):
 
     def contract_rows(self, rows: Tensor, v: Tensor) -> Tensor:
         """Contract with directions given only for ``rows``, ``[k, r, d]``."""
+        self.check()
         places = torch.searchsorted(rows, self.saved[0].reshape(-1)).view(self.saved[0].shape)
         return gather_contract(places, self.saved[1], self.b, self.n, v)
 

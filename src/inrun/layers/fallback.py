@@ -36,13 +36,15 @@ class FallbackRule(Rule):
         """``names`` are the parameters this module answers for, relative to it."""
         self.own_names = names
         self.form = "jvp"
+        #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
+        self.written: dict[bool, set[str]] = {}
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
         """Keep the arguments and the random state from which the call started."""
         detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
         devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
         random_state = (torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
-        return (Recorded(module, detached, random_state),)
+        return (Recorded(module, detached, random_state, self),)
 
     def contract(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, v: Tensor) -> Tensor:
         """Contract by the form that works for this module."""
@@ -70,14 +72,25 @@ class FallbackRule(Rule):
 class Recorded:
     """One call: its arguments ``(args, kwargs)``, the random state before it, and how the module stood."""
 
-    def __init__(self, module: nn.Module, arguments: Any, random_state: Any) -> None:
+    def __init__(self, module: nn.Module, arguments: Any, random_state: Any, rule: FallbackRule) -> None:
         """Hold all of it."""
+        buffers = dict(module.named_buffers())
+        self.rule, self.training = rule, module.training
+        written = rule.written.get(self.training, set(buffers))
+        self.buffers = {k: b.clone() for k, b in buffers.items() if k in written}
+        self.buffer_versions = {k: b._version for k, b in buffers.items()}
         self.arguments, self.random_state = arguments, random_state
         self.flags = [(m, m.training) for m in module.modules()]
         self.device_type = next(module.parameters()).device.type
         self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
         self.watched = [*(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), *module.parameters()]
         self.versions = [x._version for x in self.watched]
+
+    def note_written(self, module: nn.Module) -> None:
+        """After the call: keep copies of those buffers only that it wrote to."""
+        written = {k for k, b in module.named_buffers() if self.buffer_versions.get(k) != b._version}
+        self.rule.written[self.training] = written | self.rule.written.get(self.training, set())
+        self.buffers = {k: b for k, b in self.buffers.items() if k in written}
 
     def check(self, module: nn.Module) -> None:
         """Raise if an argument or a weight was overwritten since the call: a replay would be another function."""
@@ -103,7 +116,7 @@ class Recorded:
                 torch.cuda.set_rng_state(state, device)
             # A tied parameter is scored where it is used: do not replace it in children that share it.
             # Buffers are copied: a second forward must not count twice in running statistics.
-            copies = {name: b.clone() for name, b in module.named_buffers()}
+            copies = {name: self.buffers.get(name, b).clone() for name, b in module.named_buffers()}
             out = torch.func.functional_call(module, copies | parameters, args, kwargs, tie_weights=False)
         return float_tensors(out)
 

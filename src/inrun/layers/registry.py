@@ -165,16 +165,21 @@ class KeptRowSums(Kept):
 class KeptFactors(Kept):
     """Layer inputs and output gradients; contracted by the rule when the direction is known."""
 
-    def __init__(self, rule: Rule, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> None:
+    def __init__(self, rule: Rule, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> None:
         """Hold the tensors of one call."""
         self.rule, self.module, self.name, self.saved, self.b, self.n = rule, module, name, saved, b, n
-        self.versions = [x._version for x in saved if isinstance(x, Tensor)]
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        b = self.b if isinstance(self.b, list) else [self.b]
+        return [x._version for x in (*self.saved, *b) if isinstance(x, Tensor)]
 
     def check(self) -> None:
         """Raise if a kept tensor was overwritten since the backward."""
-        if self.versions != [x._version for x in self.saved if isinstance(x, Tensor)]:
+        if self.versions != self._versions():
             raise StepError(
-                f"the input of a {type(self.module).__name__} was overwritten between its backward and optimizer.step(), where "
+                f"the input or output gradient of a {type(self.module).__name__} was overwritten between its backward and "
+                "optimizer.step(), where "
                 "its contraction had to wait; give every microbatch a tensor of its own"
             )
 

@@ -6,7 +6,7 @@
     manifest/r0.jsonl, r0.head   the records of rank 0 (see ``manifest``)
     contributions/r0-000007.parquet
     accounts/r0-000007.parquet
-    samples/000001.parquet
+    samples/r0-000001.parquet
 
 A part is written aside, synced, renamed, its folder synced, and only then recorded; a part without a record does not exist.
 """
@@ -18,6 +18,8 @@ import hashlib
 import io
 import json
 import logging
+import operator
+import os
 import platform
 import re
 import secrets
@@ -33,18 +35,33 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.files import Files, write_durably
+from inrun.ledger.files import Files, make_folder_durably, write_durably
 from inrun.ledger.lock import Lock
-from inrun.ledger.manifest import FOLDER, Chain, ManifestWriter, Part, chain_path, check_relative, ranks_of, read_chain
+from inrun.ledger.manifest import (
+    FOLDER,
+    TABLES,
+    Chain,
+    ManifestWriter,
+    Part,
+    chain_path,
+    check_relative,
+    name_of_part,
+    ranks_of,
+    read_chain,
+    read_inside,
+    refuse_links,
+    survey,
+)
 from inrun.ledger.record import SIGN, UNIT, StepRecord
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 
 log = logging.getLogger("inrun")
 #: The version of the layout; a reader refuses newer ones.
 SCHEMA = 1
-TABLES = ("contributions", "accounts", "samples")
 #: Rows that are held in memory at most, whatever ``flush_every`` says.
 MOST_ROWS = 1_000_000
+#: Bytes of a part from which reading it in several threads pays.
+THREADS_FROM = 1 << 20
 
 
 def read_about(run: Path) -> dict[str, Any]:
@@ -53,9 +70,9 @@ def read_about(run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise LedgerError(f"{run} holds no run: there is no run.json. A run is a folder written by inrun.Ledger or inrun train")
     try:
-        about = json.loads(path.read_bytes())
+        about = json.loads(read_inside(run, path))
         version = about["schema"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LedgerError(f"{path} is damaged ({type(error).__name__}: {error}); inrun verify {run} says more") from None
     if not isinstance(version, int) or version > SCHEMA:
         raise LedgerError(f"{run} was written with ledger schema {version!r}; this inrun reads up to {SCHEMA}: install a newer one")
@@ -72,35 +89,46 @@ class LedgerReader:
 
     def chains(self) -> list[Chain]:
         """Read the manifests of all ranks; LedgerError if one is damaged."""
-        if not (self.path / FOLDER).is_dir():
-            return []
-        found = [read_chain(self.path, rank) for rank in ranks_of(self.path)]
-        damage = [d for chain in found for d in chain.damage]
+        found, damage = survey(self.path)
+        damage = [d for chain in found for d in chain.damage] + damage
         if damage:
             raise LedgerError(f"{self.path} is damaged: {damage[0]}. `inrun verify` names all of it, `inrun repair` saves the rest")
         return found
 
     def parts(self, table: str) -> list[Part]:
         """Return the parts of a table that count, in the order they were written, rank by rank."""
-        found = [p for c in self.chains() for r in c.live() for p in r.parts if p.table == table]
-        for part in found:
-            file = self.path / check_relative(part.path)
-            size = file.stat().st_size if file.is_file() else None
-            if size != part.nbytes:
-                state = "is missing" if size is None else f"has {size} bytes instead of {part.nbytes}"
-                raise LedgerError(f"{file} {state}. `inrun verify` names all damage, `inrun repair` saves the rest")
-        return found
+        for last in (False, False, True):
+            found = self._recorded(table)
+            for part in found:
+                state = _state(self.path, part)
+                if state is not None:
+                    break
+            else:
+                return found
+            if last or self._recorded(table) == found:  # else a writer has just resumed from an older mark
+                break
+        raise LedgerError(f"{self.path / part.path} {state}. `inrun verify` names all damage, `inrun repair` saves the rest")
+
+    def _recorded(self, table: str) -> list[Part]:
+        return [p for c in self.chains() for r in c.live() for p in r.parts if p.table == table]
 
     def files(self, table: str) -> list[str]:
         """Return the paths of the Parquet files of a table that count."""
         return [str(self.path / p.path) for p in self.parts(table)]
 
     def _read(self, table: str, schema: pa.Schema) -> pa.Table:
-        try:
-            tables = [pq.read_table(file, page_checksum_verification=True).cast(schema) for file in self.files(table)]
-        except (OSError, pa.ArrowException) as error:
-            raise LedgerError(f"{self.path} cannot be read: {error}. `inrun verify` names the damage") from error
+        tables = self._load(table)
         return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def _load(self, table: str) -> list[pa.Table]:
+        for last in (False, False, True):
+            files = self.files(table)
+            try:
+                return [_read_part(table, file) for file in files]
+            except (OSError, ValueError, pa.ArrowException) as error:
+                if last or self.files(table) == files:  # else a writer has just resumed from an older mark
+                    raise LedgerError(f"{self.path} cannot be read: {error}. `inrun verify` names the damage") from error
+        raise AssertionError
 
     def contributions(self) -> pa.Table:
         """Return every contribution, in the order written. Loads all of it: for large runs use the queries."""
@@ -112,11 +140,8 @@ class LedgerReader:
 
     def samples(self) -> pa.Table | None:
         """Return the samples table, or None if none was registered."""
-        files = self.files("samples")
-        if not files:
-            return None
-        tables = [pq.read_table(f, page_checksum_verification=True) for f in files]
-        return pa.concat_tables(tables, promote_options="default")
+        tables = self._load("samples")
+        return pa.concat_tables(tables, promote_options="default") if tables else None
 
     def scores(self, **options: Any) -> pa.Table:
         """Return one row per sample and validation set; see :func:`inrun.ledger.queries.scores` for the options."""
@@ -135,6 +160,8 @@ class Ledger(LedgerReader):
         about: What ``run.json`` says beside schema, sign and unit.
     """
 
+    _lock: Lock | None
+
     def __init__(
         self,
         path: str | Path,
@@ -146,8 +173,10 @@ class Ledger(LedgerReader):
     ) -> None:
         """Start a new run; see the class."""
         self._configure(Path(path), rank, flush_every, files)
-        self._begin_run(about or {})
-        with self._locked():
+        with self._opening():
+            self._wait_or_make_folders()
+            self._lock = Lock(self.path, self.rank)
+            self._begin_run(about or {})
             super().__init__(path)
             self._begin_books()
 
@@ -157,50 +186,77 @@ class Ledger(LedgerReader):
             raise LedgerError(f"rank is {rank!r}; it must be an integer of at least 0")
         self.path, self.rank, self._files = run, rank, files or Files()
         self._stopped: str | None = None
-        self._lock: Lock | None = None
+        self._lock = None
         self._at_step, self._last_account = 0, -1
+        #: The step of the last mark: what is written later comes after it, even if it speaks of earlier steps.
+        self._marked = -1
         self._clear_buffers()
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Take the lock; give it back if opening fails."""
-        self._lock = Lock(self.path, self.rank)
+    def _opening(self) -> Iterator[None]:
+        """Give the lock back if opening fails, and say it in our words."""
         try:
             yield
-        except BaseException:
-            self._lock.release()
+        except BaseException as error:
+            if self._lock is not None:
+                self._lock.release()
+            self._stopped = self._stopped or "it could not be opened"
+            if isinstance(error, OSError):
+                raise LedgerError(f"{self.path} cannot be opened for writing: {error}") from error
             raise
 
     def _begin_books(self) -> None:
         """Write the first record of this rank."""
         if chain_path(self.path, self.rank).exists():
             raise LedgerError(f"{self.path} has records of rank {self.rank} already; go on with Ledger.resume(path, mark)")
+        if not isinstance(self.about.get("run_id"), str):
+            raise LedgerError(f"{self.path} has no run id; it was not begun by inrun.Ledger, and cannot be written to")
         self._manifest = ManifestWriter(self.path, self.rank, self._files, None)
         digest = hashlib.sha256((self.path / "run.json").read_bytes()).hexdigest()
         self._commit("begin", (), {"run_id": self.about["run_id"], "run_json": digest, "software": software()})
-        self._remove_leftovers()
 
-    def _continue_books(self, chain: Chain) -> None:
-        """Go on after the last record of this rank."""
+    def _continue_books(self, chain: Chain, step: int) -> None:
+        """Go on after the last record of this rank, at a step."""
         self._manifest = ManifestWriter(self.path, self.rank, self._files, chain)
         live = [r for r in chain.live() if r.kind == "flush"]
-        self._at_step = chain.records[-1].at_step
+        self._at_step = self._marked = step
         steps = [p.last_step for r in live for p in r.parts if p.table == "accounts" and p.last_step is not None]
         self._last_account = max(steps, default=-1)
         self._remove_leftovers()
 
-    def _begin_run(self, about: dict[str, Any]) -> None:
-        """Make the folder and ``run.json`` (rank 0), or wait for rank 0 to have made them."""
-        run = self.path
+    def _wait_or_make_folders(self) -> None:
+        """Make the folders (rank 0), or wait for rank 0 to have made the run."""
         if self.rank > 0:
-            _wait_for(run / "run.json")
+            _wait_for(self.path / "run.json")
+        self._refuse_run()
+        refuse_links(self.path)
+        chains, damage = survey(self.path)
+        if self.rank == 0 and (damage or any(c.records or c.damage for c in chains)):
+            raise LedgerError(
+                f"{self.path} has parts of a run but no run.json. `inrun verify` says more, `inrun repair` saves the rest"
+            )
+        for folder in (self.path, self.path / FOLDER, *(self.path / t for t in TABLES)):
+            make_folder_durably(self._files, folder)
+
+    def _refuse_run(self) -> None:
+        if self.rank == 0 and (self.path / "run.json").exists():
+            raise LedgerError(
+                f"{self.path} holds a run already; Ledger.resume(path, mark) goes on with it, Ledger.open(path) reads it"
+            )
+
+    def _begin_run(self, about: dict[str, Any]) -> None:
+        """Write ``run.json`` (rank 0)."""
+        if self.rank > 0:
             return
-        if (run / "run.json").exists():
-            raise LedgerError(f"{run} holds a run already; Ledger.resume(path, mark) goes on with it, Ledger.open(path) reads it")
-        for folder in (run, run / FOLDER, *(run / t for t in TABLES)):
-            self._files.make_folder(folder)
+        self._refuse_run()  # another process may have had the lock a moment ago
         described = {**about, "schema": SCHEMA, "run_id": secrets.token_hex(8), "sign": SIGN, "unit": UNIT, "software": software()}
-        write_durably(self._files, run / "run.json", json.dumps(described, indent=2).encode() + b"\n")
+        try:
+            text = json.dumps(described, indent=2)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LedgerError(
+                f"about cannot be written as JSON ({error}); accepted are plain dicts, lists, texts and numbers"
+            ) from None
+        write_durably(self._files, self.path / "run.json", text.encode() + b"\n")
 
     @classmethod
     def open(cls, path: str | Path) -> LedgerReader:
@@ -230,12 +286,15 @@ class Ledger(LedgerReader):
         """
         ledger = cls.__new__(cls)
         ledger._configure(Path(path), rank, flush_every, files)
-        about = read_about(ledger.path)
-        if mark is not None and mark.get("run_id") != about["run_id"]:
-            raise LedgerError(f"the mark belongs to run {mark.get('run_id')!r}, and {path} is run {about['run_id']!r}")
-        with ledger._locked():
+        with ledger._opening():
             LedgerReader.__init__(ledger, path)
-            gone = [r for r in ranks_of(ledger.path) if r >= world_size] if rank == 0 else []
+            refuse_links(ledger.path)
+            ledger.chains()  # damage is named before anything is touched
+            step = _check_mark(ledger.path, ledger.about, mark)
+            for folder in (FOLDER, *TABLES):  # a power cut may have left run.json alone
+                make_folder_durably(ledger._files, ledger.path / folder)
+            ledger._lock = Lock(ledger.path, rank)
+            gone = [r for r in ranks_of(ledger.path) if r >= world_size and r != rank] if rank == 0 else []
             for other in gone:
                 lock = Lock(ledger.path, other)
                 try:
@@ -244,9 +303,10 @@ class Ledger(LedgerReader):
                     lock.release()
             chain = _resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
             if chain is None:
+                ledger._at_step = ledger._marked = step
                 ledger._begin_books()  # a new rank, or one that died before its first record
             else:
-                ledger._continue_books(chain)
+                ledger._continue_books(chain, step)
         return ledger
 
     # Writing
@@ -255,36 +315,29 @@ class Ledger(LedgerReader):
         self._order: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]] = []
         self._account_rows: list[dict[str, Any]] = []
         self._pending_rows = 0
+        self._from_step: int | None = None
         self._since = time.monotonic()
 
     def _check_writable(self) -> None:
         if self._stopped is not None:
             raise LedgerError(f"{self.path} takes no more writes: {self._stopped}")
+        if self._lock is None or not self._lock.held:
+            raise LedgerError(f"{self.path} takes no writes from this process: it was forked from the writer")
 
     def write(self, record: StepRecord) -> None:
         """Take one step. It is on disk after the next flush."""
         self._check_writable()
-        if record.accounts:
-            if record.step <= self._last_account:
-                raise LedgerError(
-                    f"step {record.step} was written already (the last one is {self._last_account}); each step counts once"
-                )
-            self._last_account = record.step
-        for label, values in record.contributions.items():
-            if len(values) != len(record.sample_ids):
-                raise LedgerError(
-                    f"step {record.step}: {len(values)} contributions to {label!r} for {len(record.sample_ids)} sample ids"
-                )
-            if not np.isfinite(values).all():
-                raise LedgerError(
-                    f"step {record.step}: a contribution to {label!r} is not finite; record such a step as skipped instead"
-                )
-        for label, values in record.contributions.items():
-            ids = np.ascontiguousarray(record.sample_ids, np.int64)
-            self._order.append((record.step, ids, label, np.ascontiguousarray(values, np.float32)))
-            self._pending_rows += len(values)
-        self._account_rows += record.accounts
-        self._at_step = max(self._at_step, record.step + 1)
+        step, ids, columns, accounts = _checked(record)
+        if accounts and step <= self._last_account:
+            raise LedgerError(f"step {step} was written already (the last one is {self._last_account}); each step counts once")
+        self._order += [(step, ids, label, values) for label, values in columns]
+        self._account_rows += accounts
+        self._pending_rows += sum(len(values) for _, values in columns)
+        if accounts:
+            self._last_account = step
+        if self._from_step is None:  # late rows belong to the moment they are written in
+            self._from_step = max(step, self._at_step)
+        self._at_step = max(self._at_step, step + 1)
         due = self._rows is not None and self._pending_rows >= self._rows
         late = self._seconds is not None and time.monotonic() - self._since >= self._seconds
         if due or late or self._pending_rows >= MOST_ROWS:
@@ -296,14 +349,16 @@ class Ledger(LedgerReader):
         if not self._order and not self._account_rows:
             self._since = time.monotonic()
             return
+        try:
+            tables = {"contributions": _contribution_table(self._order)} if self._order else {}
+            if self._account_rows:
+                tables["accounts"] = pa.Table.from_pylist(self._account_rows, schema=ACCOUNTS)
+        except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+            self._stopped = f"rows do not fit the columns of the books ({error})"
+            raise LedgerError(f"{self.path}: {self._stopped}; they were not written") from error
         number = self._manifest.count
-        parts = []
-        if self._order:
-            parts.append(self._write_part(f"contributions/r{self.rank}-{number:06d}.parquet", _contribution_table(self._order)))
-        if self._account_rows:
-            table = pa.Table.from_pylist(self._account_rows, schema=ACCOUNTS)
-            parts.append(self._write_part(f"accounts/r{self.rank}-{number:06d}.parquet", table))
-        self._commit("flush", tuple(parts), {})
+        parts = tuple(self._write_part(name_of_part(name, self.rank, number), table) for name, table in tables.items())
+        self._commit("flush", parts, {"from_step": self._from_step, "marked": self._marked})
         self._clear_buffers()
 
     def _write_part(self, name: str, table: pa.Table) -> Part:
@@ -330,6 +385,7 @@ class Ledger(LedgerReader):
         """Flush, and return the position to save with the model's checkpoint (plain data)."""
         self.flush()
         last = self._manifest.count - 1
+        self._marked = self._at_step
         return {
             "run_id": self.about["run_id"],
             "rank": self.rank,
@@ -351,7 +407,7 @@ class Ledger(LedgerReader):
         known = self.samples()
         table = as_samples_table(data, known, text_preview)
         number = self._manifest.count
-        part = self._write_part(f"samples/r{self.rank}-{number:06d}.parquet", table)
+        part = self._write_part(name_of_part("samples", self.rank, number), table)
         self._commit("samples", (part,), {})
         return table.num_rows
 
@@ -362,25 +418,29 @@ class Ledger(LedgerReader):
             for file in (self.path / table).glob(f"r{self.rank}-*"):
                 if f"{table}/{file.name}" not in counted:
                     self._files.remove(file)
+            self._files.sync_folder(self.path / table)  # else a power cut could bring back a name that a record has since
 
     def _read(self, table: str, schema: pa.Schema) -> pa.Table:
-        if self._stopped is None:
-            self.flush()
+        self._flush_if_open()
         return super()._read(table, schema)
 
     def scores(self, **options: Any) -> pa.Table:
         """Flush, and return one row per sample and validation set."""
-        if self._stopped is None:
-            self.flush()
+        self._flush_if_open()
         return super().scores(**options)
+
+    def _flush_if_open(self) -> None:
+        if self._stopped is None and self._lock is not None and self._lock.held:
+            self.flush()
 
     def close(self) -> None:
         """Flush and give the lock back. Reading goes on to work."""
-        if self._stopped is None:
-            self.flush()
-            self._stopped = "the ledger is closed"
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            self._flush_if_open()
+        finally:
+            self._stopped = self._stopped or "the ledger is closed"
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> Ledger:
         """Return the ledger."""
@@ -399,40 +459,104 @@ def _resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: File
         return None
     if chain.damage:
         raise LedgerError(f"{run} is damaged: {chain.damage[0]}. `inrun repair` saves what is whole; then resume from a checkpoint")
-    keep, step = 0, 0
-    if mark is not None:
-        step = int(mark["step"])
-        keep = _position(run, chain, mark)
+    step = 0 if mark is None else mark["step"]
+    keep = 0 if mark is None else _position(run, chain, mark)
     if chain.records[-1].number > keep:
         ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep})
     return read_chain(run, rank)
 
 
+def _check_mark(run: Path, about: dict[str, Any], mark: dict[str, Any] | None) -> int:
+    """Return the step of a mark; LedgerError if it is none of this run, or no longer leads anywhere."""
+    if mark is None:
+        return 0
+    kinds = {"run_id": str, "rank": int, "record": int, "hash": str, "step": int}
+    if not isinstance(mark, dict) or any(not isinstance(mark.get(k), kind) for k, kind in kinds.items()):
+        raise LedgerError(f"the mark is {str(mark)[:200]!r}; accepted is what ledger.mark() returned, or None to start over")
+    if mark["run_id"] != about.get("run_id"):
+        raise LedgerError(f"the mark belongs to run {mark['run_id']!r}, and {run} is run {about.get('run_id')!r}")
+    _position(run, read_chain(run, mark["rank"]), mark)
+    return int(mark["step"])
+
+
 def _position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
     """Find the record of a rank up to which things count at a mark."""
     if chain.rank == mark["rank"]:
-        number = int(mark["record"])
-        if number >= len(chain.records) or chain.records[number].hash != mark["hash"]:
+        number = mark["record"]
+        if not 0 <= number < len(chain.records) or chain.records[number].link != mark["hash"]:
             raise LedgerError(f"{run} does not have the record the mark speaks of; is it another copy of the run, or cut short?")
         if any(r.kind == "resume" and r.number > number > r.more["keep"] for r in chain.records):
             raise LedgerError(
                 f"the mark at step {mark['step']} of {run} is on a branch that a resume from an older checkpoint has dropped; "
                 "resume from that checkpoint or a newer one"
             )
-        return number
+        return int(number)
     # Another rank's mark: every rank flushes when marks are taken, so that some record ends exactly there.
-    step, found = int(mark["step"]), 0
+    step, found = mark["step"], 0
+    straddles: int | None = None
     for record in chain.records:
-        if record.kind == "flush" and record.at_step <= step:
-            found = record.number
-        elif record.kind == "flush" and any((p.first_step or 0) < step for p in record.parts):
-            raise LedgerError(
-                f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: record {record.number} holds "
-                "steps from before and after. Call ledger.mark() on every rank when a checkpoint is saved"
-            )
-        elif record.kind == "resume":
-            found = min(found, int(record.more["keep"]))
+        if record.kind == "resume":
+            found = min(found, record.more["keep"])
+            straddles = None if straddles is None or straddles > record.more["keep"] else straddles
+        elif record.kind == "flush" and record.more["marked"] < step:
+            if record.at_step <= step:
+                found = record.number
+            elif record.more["from_step"] < step:
+                straddles = record.number
+    if straddles is not None:
+        raise LedgerError(
+            f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: record {straddles} holds "
+            "steps from before and after. Call ledger.mark() on every rank when a checkpoint is saved"
+        )
     return found
+
+
+def _state(run: Path, part: Part) -> str | None:
+    """Say what is wrong with the file of a part at first sight."""
+    file = run / check_relative(part.path)
+    if file.is_symlink() or file.parent.is_symlink():
+        return "is a link; the parts of a run must be inside of it"
+    size = file.stat().st_size if file.is_file() else None
+    if size == part.nbytes:
+        return None
+    return "is missing" if size is None else f"has {size} bytes instead of {part.nbytes}"
+
+
+def _read_part(table: str, file: str) -> pa.Table:
+    schema = {"contributions": CONTRIBUTIONS, "accounts": ACCOUNTS}.get(table)
+    with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+        found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
+    return found if schema is None else found.cast(schema)
+
+
+def _checked(
+    record: StepRecord,
+) -> tuple[int, npt.NDArray[np.int64], list[tuple[str, npt.NDArray[np.float32]]], list[dict[str, Any]]]:
+    """Return a copy of what a record says; LedgerError if it cannot be kept exactly."""
+    try:
+        step = operator.index(record.step)
+    except TypeError:
+        step = -1
+    if not 0 <= step < 2**62:
+        raise LedgerError(f"step is {record.step!r}; it must be an integer of at least 0")
+    ids = np.array(record.sample_ids)  # copies: the caller may use its arrays again
+    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63))):
+        raise LedgerError(
+            f"step {step}: sample ids are {ids.dtype} of shape {ids.shape}; they must be a row of integers below 2^63"
+        )
+    columns = []
+    for label, given in record.contributions.items():
+        with np.errstate(over="ignore"):
+            values = np.array(given, np.float32)
+        if values.shape != ids.shape:
+            raise LedgerError(f"step {step}: {len(given)} contributions to {label!r} for {len(ids)} sample ids")
+        if not np.isfinite(values).all():
+            raise LedgerError(f"step {step}: a contribution to {label!r} is not finite; record such a step as skipped instead")
+        columns.append((label, values))
+    strange = [row.get("step") for row in record.accounts if row.get("step") != step]
+    if strange:
+        raise LedgerError(f"step {step}: an account speaks of step {strange[0]!r}")
+    return step, ids.astype(np.int64), columns, [dict(row) for row in record.accounts]
 
 
 def _contribution_table(rows: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]]) -> pa.Table:

@@ -55,6 +55,16 @@ class Files:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def make_folder_durably(files: Files, path: Path) -> None:
+    """Make a folder and its parents so that their names survive a power cut."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    files.make_folder(path)
+    for folder in reversed(missing):
+        files.sync_folder(folder.parent)
+
+
 def write_durably(files: Files, path: Path, data: bytes) -> None:
     """Put a whole file in place: written aside, synced, renamed, the folder synced. It is there whole, or not at all."""
     aside = path.with_name(path.name + ".tmp")

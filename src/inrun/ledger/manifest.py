@@ -8,16 +8,21 @@ Each record is one JSON line with the hash of the record before it. Kinds:
 ``resume``   the run went on from an earlier record: ``flush`` records after ``keep`` no longer count
 ``drop``     parts that were set aside by ``inrun repair``
 ``about``    ``run.json`` was mended by ``inrun repair``; its new hash
+``gap``      stands where ``inrun repair`` found a damaged record, so that later ones (and marks) keep number and hash
 
-``<rank>.head`` holds number and hash of the last record that was synced. A last line that is not whole is the trace of a
-crash in the middle of a commit, and does not count; if the head knows it, it is damage.
+``<rank>.head`` holds number and hash of the last record that was synced, and is up to date before the next one is begun. So
+what follows the record that the head knows may be the trace of a crash in the middle of a commit, and does not count;
+anything else that is not whole is damage.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,8 @@ from inrun.errors import LedgerError
 from inrun.ledger.files import Files, write_durably
 
 FOLDER = "manifest"
+TABLES = ("contributions", "accounts", "samples")
+KINDS = ("begin", "flush", "samples", "resume", "drop", "about", "gap")
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,15 @@ class Record:
         fixed = {"number": self.number, "kind": self.kind, "rank": self.rank, "at_step": self.at_step}
         return {**fixed, "previous": self.previous, "parts": parts, "more": self.more}
 
-    @property
+    @cached_property
     def hash(self) -> str:
-        """Return the hash that the next record refers to."""
+        """Return the hash of its content."""
         return hashlib.sha256(_canonical(self.body())).hexdigest()
+
+    @property
+    def link(self) -> str:
+        """Return the hash that the next record, the head and marks refer to."""
+        return str(self.more.get("stands_for", self.hash))
 
     def line(self) -> bytes:
         """Return the line of the file."""
@@ -84,11 +96,41 @@ def parse(line: bytes) -> Record:
         given = data.pop("hash")
         parts = tuple(Part(**p) for p in data["parts"])
         record = Record(data["number"], data["kind"], data["rank"], data["at_step"], data["previous"], parts, data["more"])
+        whole = record.hash == given and record.line() == line
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a record: {error}") from None
-    if record.hash != given or record.line() != line:
+        raise ValueError(f"not a record ({type(error).__name__})") from None
+    if not whole:
         raise ValueError("its hash does not fit its content")
+    if not _well_formed(record):
+        raise ValueError("it does not say what a record must say")
     return record
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _well_formed(record: Record) -> bool:
+    """Whether all fields have their types: a record may be whole and yet not be ours."""
+    more = record.more
+    counts = all(_is_count(x) for x in (record.number, record.rank, record.at_step))
+    parts = all(
+        isinstance(p.path, str)
+        and isinstance(p.sha256, str)
+        and _is_count(p.rows)
+        and _is_count(p.nbytes)
+        and all(x is None or (isinstance(x, int) and not isinstance(x, bool)) for x in (p.first_step, p.last_step))
+        for p in record.parts
+    )
+    if not (counts and parts and record.kind in KINDS and isinstance(record.previous, str) and isinstance(more, dict)):
+        return False
+    named = more.get("parts", [])
+    return (
+        (record.kind != "resume" or _is_count(more.get("keep")))
+        and (record.kind != "drop" or (isinstance(named, list) and all(isinstance(x, str) for x in named)))
+        and (record.kind not in ("begin", "about") or isinstance(more.get("run_json"), str))
+        and isinstance(more.get("stands_for", ""), str)
+    )
 
 
 @dataclass
@@ -101,11 +143,13 @@ class Chain:
     good_bytes: int
     #: What is wrong, if anything.
     damage: list[str]
+    #: Number of the record the head knows, if there is a head that can be read.
+    head: int | None = None
 
     @property
     def last_hash(self) -> str:
         """Return the hash the next record must refer to."""
-        return self.records[-1].hash if self.records else ""
+        return self.records[-1].link if self.records else ""
 
     def live(self) -> list[Record]:
         """Return the flush and samples records that count, in order."""
@@ -143,57 +187,124 @@ def head_path(run: Path, rank: int) -> Path:
 
 def ranks_of(run: Path) -> list[int]:
     """Return the ranks that have a manifest."""
-    found = [p.stem[1:] for p in (run / FOLDER).glob("r*.jsonl")]
-    return sorted(int(x) for x in found if x.isdigit())
+    return sorted(_ranks_named(run, "jsonl"))
+
+
+def _ranks_named(run: Path, ending: str) -> set[int]:
+    found = (re.fullmatch(rf"r(0|[1-9][0-9]*)\.{ending}", p.name) for p in (run / FOLDER).glob(f"r*.{ending}"))
+    return {int(m[1]) for m in found if m}
 
 
 def read_chain(run: Path, rank: int) -> Chain:
-    """Read the records of a rank as far as they are whole and follow from each other."""
-    data = chain_path(run, rank).read_bytes()
+    """Read the records of a rank as far as they are whole and follow from each other; a writer may be at work."""
+    for _ in range(20):
+        head = read_head(run, rank)  # before the records: a writer moves it after them
+        chain = _read_records(run, rank, head)
+        if not chain.damage or read_head(run, rank) == head:
+            break
+    return chain
+
+
+def _read_records(run: Path, rank: int, head: tuple[int, str] | str | None) -> Chain:
+    known = head[0] if isinstance(head, tuple) else None
+    try:
+        data = read_inside(run, chain_path(run, rank))
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        return Chain(rank, [], 0, [f"manifest of rank {rank} {why}"], known)
     records: list[Record] = []
     damage: list[str] = []
     place = 0
-    for line in data.splitlines(keepends=True):
-        problem = None
+    for line in lines_of(data):
         try:
             record = parse(line)
-            expected = (len(records), rank, records[-1].hash if records else "")
-            if (record.number, record.rank, record.previous) != expected:
-                problem = f"it is record {record.number} of rank {record.rank}, where record {len(records)} should follow"
         except ValueError as error:
-            problem = str(error)
-        if problem is not None:
-            rest = len(data) - place
-            if rest > len(line):
-                damage.append(f"manifest of rank {rank}, record {len(records)}: {problem}")
+            unfinished = len(records) == 0 if head is None else known == len(records) - 1
+            if not unfinished:
+                damage.append(f"manifest of rank {rank}, record {len(records)}: {error}")
+            break
+        if (record.number, record.rank, record.previous) != (len(records), rank, records[-1].link if records else ""):
+            problem = f"it is record {record.number} of rank {record.rank}, where record {len(records)} should follow"
+            damage.append(f"manifest of rank {rank}, record {len(records)}: {problem}")
             break
         records.append(record)
         place += len(line)
-    head = _read_head(run, rank)
     if isinstance(head, str):
         damage.append(f"head of rank {rank}: {head}")
-    elif head is not None:
-        number, digest = head
-        if number >= len(records):
-            lost = f"record {number} was written and synced, but the manifest has whole records only up to {len(records) - 1}"
-            damage.append(f"manifest of rank {rank}: {lost}")
-        elif records[number].hash != digest:
-            damage.append(f"manifest of rank {rank}: record {number} is not the one that was synced")
-    elif len(records) > 1:
+    elif head is None and len(records) > 1:
         damage.append(f"head of rank {rank} is missing")
-    return Chain(rank, records, place, damage)
+    elif head is not None and head[0] >= len(records):
+        lost = f"record {known} was written and synced, but the manifest has whole records only up to {len(records) - 1}"
+        damage.append(f"manifest of rank {rank}: {lost}")
+    elif head is not None and records[head[0]].link != head[1]:
+        damage.append(f"manifest of rank {rank}: record {known} is not the one that was synced")
+    return Chain(rank, records, place, damage, known)
 
 
-def _read_head(run: Path, rank: int) -> tuple[int, str] | str | None:
+def lines_of(data: bytes) -> Iterator[bytes]:
+    """Cut at line feeds, and nowhere else."""
+    place = 0
+    while place < len(data):
+        end = data.find(b"\n", place) + 1 or len(data)
+        yield data[place:end]
+        place = end
+
+
+def read_head(run: Path, rank: int) -> tuple[int, str] | str | None:
+    """Return number and hash of the last synced record; None if there is no head, a text if it is damaged."""
     try:
-        data = head_path(run, rank).read_bytes()
+        data = read_inside(run, head_path(run, rank))
         found = json.loads(data)
         number, digest = int(found["number"]), str(found["hash"])
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         return f"it cannot be read ({error})"
-    return (number, digest) if data == head_line(number, digest) else "it was changed"
+    return (number, digest) if number >= 0 and data == head_line(number, digest) else "it was changed"
+
+
+def read_inside(run: Path, file: Path) -> bytes:
+    """Read a file of a run; OSError if it, or its folder, is a link: nothing outside of the run is part of it."""
+    if file.is_symlink() or (file.parent != run and file.parent.is_symlink()):
+        raise OSError("it is a link")
+    return file.read_bytes()
+
+
+def refuse_links(run: Path) -> None:
+    """Raise LedgerError if a folder of the run is a link: what is removed or set aside in it would be elsewhere."""
+    for name in (FOLDER, *TABLES, "damaged"):
+        if (run / name).is_symlink():
+            raise LedgerError(f"{run / name} is a link; the folders of a run must be inside of it")
+
+
+def part_names(run: Path) -> list[str]:
+    """Return all Parquet files in the folders of the tables, recorded or not."""
+    return [f"{t}/{f.name}" for t in TABLES if not (run / t).is_symlink() for f in sorted((run / t).glob("*.parquet"))]
+
+
+def name_of_part(table: str, rank: int, number: int) -> str:
+    """Return the name of the part that record ``number`` of a rank will count."""
+    return f"{table}/r{rank}-{number:06d}.parquet"
+
+
+def place_of_part(name: str) -> tuple[int, int] | None:
+    """Return rank and number of the record of a part, by its name."""
+    found = re.fullmatch(r"[a-z]+/r(0|[1-9][0-9]*)-([0-9]{6,})\.parquet", name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def survey(run: Path) -> tuple[list[Chain], list[str]]:
+    """Read the manifests of all ranks; return them, and what shows that another one is missing."""
+    names = part_names(run)  # before the records: a rank begins its manifest before its first part
+    heads = _ranks_named(run, "head")
+    chains = [read_chain(run, rank) for rank in ranks_of(run)]
+    places = [place_of_part(name) for name in names]
+    begun = {c.rank for c in chains if c.records or c.damage}
+    missing = sorted((heads | {p[0] for p in places if p is not None}) - begun)
+    damage = [f"manifest of rank {rank} is missing, and there are files of that rank" for rank in missing]
+    if not chains and not missing and names:
+        damage.append("there is no manifest, but there are parts")
+    return chains, damage
 
 
 def head_line(number: int, digest: str) -> bytes:
@@ -210,9 +321,13 @@ class ManifestWriter:
         self.count = len(chain.records) if chain else 0
         self.last_hash = chain.last_hash if chain else ""
         path = chain_path(run, rank)
-        if chain is not None and path.stat().st_size > chain.good_bytes:
+        if chain is None:
+            return
+        if path.stat().st_size > chain.good_bytes:
             files.truncate(path, chain.good_bytes)
-            files.sync(path)
+        files.sync(path)  # the last records may be those of a process that was killed before its sync
+        if chain.records and chain.head != chain.records[-1].number:
+            write_durably(files, head_path(run, rank), head_line(chain.records[-1].number, chain.last_hash))
 
     def append(self, kind: str, at_step: int, parts: tuple[Part, ...] = (), more: dict[str, Any] | None = None) -> Record:
         """Commit one record: its line, then the head."""
@@ -231,6 +346,6 @@ def check_relative(path: str) -> str:
     """Refuse part names that lead out of the run's folder."""
     pieces = path.split("/")
     simple = all(p not in ("", ".", "..") and all(c.isalnum() or c in "._-" for c in p) for p in pieces)
-    if len(pieces) != 2 or pieces[0] not in ("contributions", "accounts", "samples") or not simple:
+    if len(pieces) != 2 or pieces[0] not in TABLES or not simple or len(path) > 200:
         raise LedgerError(f"the manifest names a part {path!r} that is not inside the run's folders")
     return path

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from inrun.errors import LedgerError
 from inrun.ledger.disk import Ledger, LedgerReader
-from inrun.ledger.files import write_durably
-from inrun.ledger.manifest import Part, Record
+from inrun.ledger.files import Files, write_durably
+from inrun.ledger.manifest import Part, Record, name_of_part, read_inside
 
 
 def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Copy the parts of several ledgers into a new one; a part that two of them share counts once.
+    """Copy the parts of several ledgers into a new one; a record that two of them share counts once.
+
+    The new folder appears when all of it is there.
 
     Raises:
         LedgerError: The ledgers belong to different runs or were scored differently, or cover the same steps twice.
     """
     if len(paths) < 2:
         raise LedgerError(f"merge needs at least two ledgers, got {len(paths)}")
+    target = Path(out)
+    if os.path.lexists(target):
+        raise LedgerError(f"{target} exists already; give a new folder")
     readers = [LedgerReader(p) for p in paths]
     about = _joint_about(readers)
     chosen = _choose(readers)
-    with Ledger(out, flush_every="1h", about=about) as ledger:
+    try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
+        try:
+            _copy_all(aside / "run", about, chosen)
+            os.rename(aside / "run", target)
+            Files().sync_folder(target.absolute().parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise LedgerError(f"{target} could not be written: {error}") from error
+    return target
+
+
+def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerReader, Record]]) -> None:
+    with Ledger(folder, flush_every="1h", about=about) as ledger:
         for reader, record in chosen:
             ledger._at_step = max(ledger._at_step, record.at_step)
             number = ledger._manifest.count
-            parts = tuple(_copy(ledger, reader, part, number, record.rank) for part in record.parts)
-            ledger._commit(record.kind, parts, {})
-    return Path(out)
+            parts = tuple(_copy(ledger, reader, part, number) for part in record.parts)
+            ledger._commit(record.kind, parts, record.more)
+        samples = ledger.samples()
+        if samples is not None and pc.count_distinct(samples["sample_id"]).as_py() != samples.num_rows:
+            raise LedgerError(
+                "the ledgers registered the same samples more than once; samples must be registered before a run is copied"
+            )
 
 
 def _joint_about(readers: list[LedgerReader]) -> dict[str, Any]:
@@ -47,40 +76,49 @@ def _joint_about(readers: list[LedgerReader]) -> dict[str, Any]:
 
 
 def _choose(readers: list[LedgerReader]) -> list[tuple[LedgerReader, Record]]:
-    """Return the records to copy, each content once; refuse steps that two different records cover."""
-    seen: set[tuple[str, ...]] = set()
-    covered: list[tuple[int, int, int, LedgerReader]] = []
-    chosen = []
+    """Return the records to copy, each once; refuse steps that two ledgers cover differently."""
+    chosen: list[tuple[LedgerReader, Record]] = []
+    place: dict[tuple[int, int, str], int] = {}
     for reader in readers:
-        for chain in reader.chains():
-            for record in chain.live():
-                key = tuple(p.sha256 for p in record.parts)
-                if not key or key in seen:
-                    continue
-                seen.add(key)
-                chosen.append((reader, record))
-                for part in record.parts:
-                    if part.table == "accounts" and part.first_step is not None and part.last_step is not None:
-                        _refuse_overlap(covered, (record.rank, part.first_step, part.last_step, reader))
-                        covered.append((record.rank, part.first_step, part.last_step, reader))
+        before = len(chosen)
+        for record in (r for chain in reader.chains() for r in chain.live() if r.parts):
+            key = (record.rank, record.number, record.previous)
+            same = place.get(key)
+            if same is not None and set(chosen[same][1].parts) >= set(record.parts):
+                continue  # before the copies parted
+            if same is not None and set(chosen[same][1].parts) < set(record.parts):
+                chosen[same] = (reader, record)  # a repair had dropped parts from the other copy
+                continue
+            _refuse_overlap(chosen[:before], reader, record)
+            place[key] = len(chosen)
+            chosen.append((reader, record))
     return chosen
 
 
-def _refuse_overlap(covered: list[tuple[int, int, int, LedgerReader]], new: tuple[int, int, int, LedgerReader]) -> None:
-    rank, first, last, reader = new
-    for other_rank, a, b, other in covered:
-        if other_rank == rank and first <= b and a <= last:
-            low, high = max(first, a), min(last, b)
+def _refuse_overlap(chosen: list[tuple[LedgerReader, Record]], reader: LedgerReader, record: Record) -> None:
+    if record.kind != "flush":
+        return
+    first, last = _covers(record)
+    for other_reader, other in chosen:
+        a, b = _covers(other)
+        if other.kind == "flush" and other.rank == record.rank and first <= b and a <= last:
             raise LedgerError(
-                f"steps {low} to {high} of rank {rank} are in {other.path} and, differently, in {reader.path}: they would count "
-                "twice. Resume one of them from the checkpoint where they part, or merge only what follows"
+                f"steps {max(first, a)} to {min(last, b)} of rank {record.rank} are in {other_reader.path} and, differently, in "
+                f"{reader.path}: they would count twice. Resume one of them from the checkpoint where they part, or merge only "
+                "what follows"
             )
 
 
-def _copy(ledger: Ledger, reader: LedgerReader, part: Part, number: int, rank: int) -> Part:
-    data = (reader.path / part.path).read_bytes()
+def _covers(record: Record) -> tuple[int, int]:
+    """Return the first and last step that was under way while the rows of a record were written."""
+    first = int(record.more.get("from_step", 0))
+    return first, max(first, record.at_step - 1)
+
+
+def _copy(ledger: Ledger, reader: LedgerReader, part: Part, number: int) -> Part:
+    data = read_inside(reader.path, reader.path / part.path)
     if hashlib.sha256(data).hexdigest() != part.sha256:
         raise LedgerError(f"{reader.path / part.path} is damaged; run `inrun verify` and `inrun repair` first")
-    name = f"{part.table}/r{ledger.rank}-{number:06d}.parquet"
+    name = name_of_part(part.table, ledger.rank, number)
     write_durably(ledger._files, ledger.path / name, data)
     return Part(name, part.rows, part.nbytes, part.sha256, part.first_step, part.last_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,23 +14,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.disk import SCHEMA, TABLES, read_about
-from inrun.ledger.files import Files, write_durably
+from inrun.ledger.disk import SCHEMA, read_about
+from inrun.ledger.files import Files, make_folder_durably, write_durably
 from inrun.ledger.lock import Lock
 from inrun.ledger.manifest import (
+    FOLDER,
     Chain,
     ManifestWriter,
+    Record,
     chain_path,
+    check_relative,
     head_line,
     head_path,
+    lines_of,
     parse,
+    part_names,
+    place_of_part,
     ranks_of,
     read_chain,
+    read_head,
+    read_inside,
+    refuse_links,
 )
 from inrun.ledger.record import SIGN, UNIT
-from inrun.ledger.verify import Verification, verify
+from inrun.ledger.verify import Problem, verify
 
 ASIDE = "damaged"
+#: A part numbered higher than this is not ours.
+MOST_RECORDS = 10_000_000
 
 
 @dataclass
@@ -48,7 +60,7 @@ class Repair:
 
     def __str__(self) -> str:
         """Return the page."""
-        if not (self.moved or self.notes):
+        if not (self.moved or self.notes or self.lost):
             return f"{self.path}: nothing to repair"
         lines = [f"{self.path}: {len(self.moved)} files set aside in {ASIDE}/"]
         lines += [f"  {name}" for name in self.moved]
@@ -64,112 +76,241 @@ def repair(path: str | Path, files: Files | None = None) -> Repair:
     """Make a damaged run readable again. Nothing is deleted: damaged files are moved to ``damaged/``."""
     run, layer = Path(path), files or Files()
     done = Repair(str(run))
-    before = verify(run)
-    if before.good:
+    if verify(run).good:
         return done
-    layer.make_folder(run / ASIDE)
-    locks = [Lock(run, rank) for rank in ranks_of(run)]
+    refuse_links(run)
     try:
-        for rank in ranks_of(run):
-            _mend_chain(run, rank, layer, done)
-        _mend_about(run, layer, done)
-        _set_parts_aside(run, before, layer, done)
-    finally:
-        for lock in locks:
-            lock.release()
+        with contextlib.ExitStack() as stack:
+            for rank in _ranks(run):
+                stack.callback(Lock(run, rank).release)
+            _mend(run, layer, done)
+    except OSError as error:
+        raise LedgerError(f"{run} could not be repaired: {error}. What was set aside is in {run / ASIDE}; try again") from error
     after = verify(run)
     if not after.good:
         raise LedgerError(f"{run} could not be repaired wholly: {after.problems[0]}. Damaged files are in {run / ASIDE}")
     return done
 
 
+def _mend(run: Path, files: Files, done: Repair) -> None:
+    for folder in (ASIDE, FOLDER):
+        make_folder_durably(files, run / folder)
+    ranks = _ranks(run)
+    for rank in ranks:
+        _mend_chain(run, rank, files, done)
+    run_id = _run_id(run)
+    for rank in ranks:
+        _set_foreign_aside(run, rank, run_id, files, done)
+        _set_unrecorded_aside(run, rank, files, done)
+    for name in part_names(run) if not ranks else []:
+        done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
+        _move(run, name, files, done)
+    _mend_about(run, run_id, files, done)
+    _set_parts_aside(run, files, done)
+
+
+def _ranks(run: Path) -> list[int]:
+    """Return the ranks that have a manifest, a head or parts."""
+    heads = {p.with_suffix(".jsonl").name for p in (run / FOLDER).glob("r*.head")}
+    by_head = {int(n[1:-6]) for n in heads if n[1:-6].isascii() and n[1:-6].isdigit()}
+    places = [place_of_part(name) for name in part_names(run)]
+    return sorted({*ranks_of(run), *by_head, *(p[0] for p in places if p is not None)})
+
+
 def _move(run: Path, name: str, files: Files, done: Repair) -> None:
-    source, target = run / name, run / ASIDE / name.replace("/", "-")
-    if source.exists():
-        files.rename(source, target)
+    source = run / name
+    if os.path.lexists(source):
+        files.rename(source, _free(run, name))
         files.sync_folder(source.parent)
+        files.sync_folder(run / ASIDE)
         done.moved.append(name)
 
 
+def _free(run: Path, name: str) -> Path:
+    """Return a name in ``damaged/`` that nothing has yet."""
+    plain = name.replace("/", "-")
+    for count in range(1_000_000):
+        target = run / ASIDE / (plain if count == 0 else f"{plain}.{count}")
+        if not os.path.lexists(target):
+            return target
+    raise LedgerError(f"{run / ASIDE} is full")
+
+
 def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
-    """Cut the manifest behind its last whole record; parts recorded later are set aside."""
+    """Write the manifest anew from the records that are whole; what a lost one counted is set aside."""
     chain = read_chain(run, rank)
-    if not chain.damage:
+    if not chain.damage and (chain.records or not chain_path(run, rank).exists()):
         return
-    path = chain_path(run, rank)
-    data = path.read_bytes()
-    if len(data) > chain.good_bytes or not chain.records:
-        write_durably(files, run / ASIDE / f"manifest-r{rank}.jsonl", data)
+    path, head = chain_path(run, rank), head_path(run, rank)
+    try:
+        data = read_inside(run, path)
+        write_durably(files, _free(run, f"manifest/r{rank}.jsonl"), data)
         done.moved.append(f"manifest/r{rank}.jsonl (a copy)")
-        done.notes.append(
-            f"the manifest of rank {rank} is whole up to record {len(chain.records) - 1}; what was recorded later is lost"
-        )
-        kept = {p.path for r in chain.live() for p in r.parts}
-        _tell_lost(data[chain.good_bytes :], run, rank, kept, done)
-        for table in TABLES:
-            for file in sorted((run / table).glob(f"r{rank}-*.parquet")):
-                name = f"{table}/{file.name}"
-                if name not in kept:
-                    _move(run, name, files, done)
-        files.truncate(path, chain.good_bytes)
-        files.sync(path)
-    if not chain.records:
-        files.remove(head_path(run, rank))
+    except OSError:
+        data = b""
+        _move(run, f"manifest/r{rank}.jsonl", files, done)
+    synced = read_head(run, rank)
+    places = [place_of_part(name) for name in part_names(run)]
+    most = max([p[1] for p in places if p is not None and p[0] == rank and p[1] < MOST_RECORDS], default=0)
+    known = salvage(data, rank, synced if isinstance(synced, tuple) else None, most)
+    records = _close_gaps(run, rank, known)
+    lost = sorted(set(range(max(known, default=-1) + 1)) - {r.number for r in records if r.kind != "gap"})
+    if lost:
+        done.notes.append(f"records {_ranges(lost)} of the manifest of rank {rank} are lost")
+    if not records:
+        done.notes.append(f"the manifest of rank {rank} is lost; nothing of that rank can be trusted")
+        _move(run, f"manifest/r{rank}.head", files, done)
         files.remove(path)
-        return
-    last = chain.records[-1]
-    write_durably(files, head_path(run, rank), head_line(last.number, last.hash))
-    done.notes.append(f"the head of rank {rank} was written anew")
+        files.sync_folder(path.parent)
+    else:
+        write_durably(files, path, b"".join(r.line() for r in records))
+        write_durably(files, head, head_line(records[-1].number, records[-1].link))
+    kept = {p.path for r in records for p in r.parts}
+    told = {p.path: p for r in known.values() if r is not None for p in r.parts}
+    gone = Chain(rank, [r for r in known.values() if r is not None], 0, []).live()
+    missing = [p for r in gone for p in r.parts if p.path not in kept and not (run / p.path).exists()]
+    done.lost += [(p.table, p.first_step, p.last_step) for p in missing]
+    for name in part_names(run):
+        place = place_of_part(name)
+        if place is not None and place[0] == rank and name not in kept:
+            part = told.get(name)
+            if place[1] in known or not known:  # else it is the trace of a crash
+                steps = _steps_of(run / name) if part is None else (part.first_step, part.last_step)
+                done.lost.append((name.split("/", 1)[0], *steps))
+            _move(run, name, files, done)
 
 
-def _tell_lost(tail: bytes, run: Path, rank: int, kept: set[str], done: Repair) -> None:
-    """Find the steps of lost records: from those lines that are whole in themselves, else from the parts on disk."""
-    lost: dict[str, tuple[str, int | None, int | None]] = {}
-    for line in tail.splitlines(keepends=True):
-        try:
-            parts = parse(line).parts
-        except ValueError:
+def salvage(data: bytes, rank: int, head: tuple[int, str] | None, most: int) -> dict[int, Record | None]:
+    """Return the records that are whole in themselves, by number; None where one must have been. ``most`` bounds the number."""
+    options: dict[int, list[Record]] = {}
+    lines = list(lines_of(data))
+    most = max(most, len(lines))
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = parse(line)
+            if record.rank == rank and record.number <= most:
+                options.setdefault(record.number, []).append(record)
+    found: dict[int, Record | None] = {}
+    expected: str | None = None
+    top = max([*options, -1 if head is None else min(head[0], most)])
+    for number in range(top, -1, -1):  # each record vouches for the one before it
+        if expected is None and head is not None and number == head[0]:
+            expected = head[1]
+        fitting = [r for r in options.get(number, []) if expected is None or r.link == expected]
+        found[number] = fitting[0] if fitting else None
+        expected = fitting[0].previous if fitting else None
+    return dict(sorted(found.items()))
+
+
+def _close_gaps(run: Path, rank: int, known: dict[int, Record | None]) -> list[Record]:
+    """Return a chain of the known records; where one is lost, a record that stands for it, or the end.
+
+    Only a lost ``flush`` or ``samples`` record, known by the files it counted, can be stood in for. Another one may have been a
+    resume: going on without it would count steps twice.
+    """
+    names = part_names(run)
+    made: list[Record] = []
+    for number, record in known.items():
+        after = known.get(number + 1)
+        link = made[-1].link if made else ""
+        if record is not None and record.previous == link:
+            made.append(record)
             continue
-        lost |= {p.path: (p.table, p.first_step, p.last_step) for p in parts}
-    for table in TABLES:
-        for file in sorted((run / table).glob(f"r{rank}-*.parquet")):
-            name = f"{table}/{file.name}"
-            if name not in kept and name not in lost:
-                lost[name] = (table, *_steps_of(file))
-    done.lost += list(lost.values())
+        more = {} if after is None else {"stands_for": after.previous}
+        if number == 0:
+            begin = _begin_anew(run)
+            if begin is None:
+                return []
+            made.append(Record(0, "begin", rank, 0, "", (), {**begin, **more}))
+        elif any(place_of_part(name) == (rank, number) for name in names):
+            made.append(Record(number, "gap", rank, made[-1].at_step, link, (), more))
+        else:
+            return made
+    return made
+
+
+def _begin_anew(run: Path) -> dict[str, Any] | None:
+    try:
+        about = read_about(run)
+    except LedgerError:
+        return None
+    digest = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
+    return {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ``3, 5-7`` for 3, 5, 6, 7."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n - 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _steps_of(file: Path) -> tuple[int | None, int | None]:
     try:
-        steps = pq.read_table(file, columns=["step"])["step"].to_numpy()
+        if file.is_symlink():
+            return None, None
+        steps = pq.read_table(file, columns=["step"], page_checksum_verification=True)["step"].to_numpy()
     except (OSError, ValueError, KeyError, pa.ArrowException):
         return None, None
     return (int(steps.min()), int(steps.max())) if len(steps) else (None, None)
 
 
-def _begins(run: Path) -> list[Chain]:
+def _begun(run: Path) -> list[Chain]:
     return [c for c in (read_chain(run, rank) for rank in ranks_of(run)) if c.records]
 
 
-def _mend_about(run: Path, files: Files, done: Repair) -> None:
+def _run_id(run: Path) -> str | None:
+    """Return the id of the run: what ``run.json`` says if a manifest agrees, else what the first manifest says."""
+    ids = [c.records[0].more.get("run_id") for c in _begun(run)]
+    try:
+        said = read_about(run).get("run_id")
+    except LedgerError:
+        said = None
+    return said if said in ids or not ids else ids[0]
+
+
+def _set_foreign_aside(run: Path, rank: int, run_id: str | None, files: Files, done: Repair) -> None:
+    chain = read_chain(run, rank) if chain_path(run, rank).exists() else None
+    if chain is None or not chain.records or chain.records[0].more.get("run_id") == run_id:
+        return
+    done.notes.append(f"the books of rank {rank} belong to run {chain.records[0].more.get('run_id')}")
+    done.lost += [(p.table, p.first_step, p.last_step) for r in chain.live() for p in r.parts]
+    for ending in ("head", "jsonl"):
+        _move(run, f"manifest/r{rank}.{ending}", files, done)
+
+
+def _set_unrecorded_aside(run: Path, rank: int, files: Files, done: Repair) -> None:
+    """Set aside what no record counts, so that no later record can be taken for its own."""
+    chain = read_chain(run, rank) if chain_path(run, rank).exists() else Chain(rank, [], 0, [])
+    ever = {p.path for r in chain.records for p in r.parts}
+    for name in part_names(run):
+        place = place_of_part(name)
+        if place is not None and place[0] == rank and name not in ever:
+            if not chain.records or place[1] > len(chain.records):  # else it is the trace of a crash
+                done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
+            _move(run, name, files, done)
+
+
+def _mend_about(run: Path, run_id: str | None, files: Files, done: Repair) -> None:
     """Accept a readable ``run.json``, or write one with what the manifest knows."""
-    chains = _begins(run)
-    if not chains:
-        raise LedgerError(f"{run} has no whole manifest left; nothing in it can be trusted")
-    run_id = chains[0].records[0].more.get("run_id")
     path = run / "run.json"
     try:
         usable = read_about(run).get("run_id") == run_id
     except LedgerError:
         usable = False
+    if run_id is None:
+        raise LedgerError(f"{run} has neither run.json nor a whole manifest left; nothing in it can be trusted")
     if not usable:
-        if path.exists():
-            _move(run, "run.json", files, done)
+        _move(run, "run.json", files, done)
         known = {"schema": SCHEMA, "run_id": run_id, "sign": SIGN, "unit": UNIT, "method": "unknown", "update": "unknown"}
         write_durably(files, path, json.dumps(known, indent=2).encode() + b"\n")
         done.notes.append("run.json was damaged and written anew; method, update and model of the run are no longer known")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    for chain in chains:
+    for chain in _begun(run):
         known_digest = [r.more["run_json"] for r in chain.records if r.kind in ("begin", "about")][-1]
         if known_digest != digest:
             ManifestWriter(run, chain.rank, files, chain).append("about", chain.records[-1].at_step, (), {"run_json": digest})
@@ -177,18 +318,16 @@ def _mend_about(run: Path, files: Files, done: Repair) -> None:
                 done.notes.append(f"run.json was changed since the run began, and is accepted as it is (rank {chain.rank})")
 
 
-def _set_parts_aside(run: Path, before: Verification, files: Files, done: Repair) -> None:
-    by_rank: dict[int, list[str]] = {}
-    for problem in before.problems:
-        if problem.part is None or problem.rank is None:
-            continue
-        counted = {p.path for r in read_chain(run, problem.rank).live() for p in r.parts}
-        if problem.part in counted and problem.part not in by_rank.setdefault(problem.rank, []):
-            by_rank[problem.rank].append(problem.part)
-            done.lost.append((problem.part.split("/", 1)[0], problem.first_step, problem.last_step))
+def _set_parts_aside(run: Path, files: Files, done: Repair) -> None:
+    """Drop damaged parts by record, then move them."""
+    by_rank: dict[int, dict[str, Problem]] = {}
+    for problem in verify(run).problems:
+        if problem.part is not None and problem.rank is not None:
+            by_rank.setdefault(problem.rank, {}).setdefault(problem.part, problem)
     for rank, parts in by_rank.items():
         chain = read_chain(run, rank)
-        ManifestWriter(run, rank, files, chain).append("drop", chain.records[-1].at_step, (), {"parts": parts})
-        for name in parts:
-            if os.path.normpath(name) == name and not name.startswith(("..", "/")):
-                _move(run, name, files, done)
+        ManifestWriter(run, rank, files, chain).append("drop", chain.records[-1].at_step, (), {"parts": sorted(parts)})
+        for name, problem in parts.items():
+            done.lost.append((name.split("/", 1)[0], problem.first_step, problem.last_step))
+            with contextlib.suppress(LedgerError):  # a name that leads out of the run is dropped, and not touched
+                _move(run, check_relative(name), files, done)

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.disk import TABLES, read_about
-from inrun.ledger.manifest import FOLDER, Chain, Part, check_relative, ranks_of, read_chain
+from inrun.ledger.disk import THREADS_FROM, read_about
+from inrun.ledger.manifest import FOLDER, TABLES, Chain, Part, check_relative, part_names, place_of_part, read_inside, survey
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 
 
@@ -68,14 +68,30 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Check a run; LedgerError only if there is none."""
-    run = Path(path)
+    """Check a run; LedgerError only if there is none. A writer may be at work."""
+    for _ in range(5):
+        before = _ends(Path(path))
+        found = _verify(Path(path))
+        if found.good or _ends(Path(path)) == before:  # else a resume may have removed parts meanwhile
+            break
+    return found
+
+
+def _ends(run: Path) -> list[tuple[int, str]]:
+    return [(chain.rank, chain.last_hash) for chain in survey(run)[0]]
+
+
+def _verify(run: Path) -> Verification:
     found = Verification(str(run))
-    if not run.is_dir() or not ((run / "run.json").exists() or (run / FOLDER).is_dir()):
-        raise LedgerError(f"{run} holds no run: there is neither run.json nor a manifest")
-    chains = [read_chain(run, rank) for rank in ranks_of(run)] if (run / FOLDER).is_dir() else []
-    if not chains:
-        found.problems.append(Problem(FOLDER, "there is no manifest"))
+    found.problems += [Problem(n, "it is a link; the folders of a run are inside of it") for n in _links(run)]
+    names = part_names(run)  # before the records: a writer may be at work
+    chains, missing = survey(run)
+    found.problems += [Problem(FOLDER, what) for what in missing]
+    if not any(chain.records for chain in chains):
+        if not (run / "run.json").exists() and not missing and not any(chain.damage for chain in chains):
+            raise LedgerError(f"{run} holds no run: there is neither run.json nor a manifest")
+        _check_readable(run, found)
+        found.notes.append("there is no whole record of any rank")
     for chain in chains:
         found.problems += [Problem(f"{FOLDER}/r{chain.rank}", d, rank=chain.rank) for d in chain.damage]
         _check_about(run, chain, found)
@@ -84,17 +100,22 @@ def verify(path: str | Path) -> Verification:
         for record in chain.live():
             for part in record.parts:
                 if part.path in counted:
-                    found.problems.append(Problem(part.path, "two records count it", part=part.path, rank=chain.rank))
+                    steps = (part.first_step, part.last_step)
+                    found.problems.append(Problem(part.path, "two records count it", *steps, part.path, chain.rank))
+                    continue
                 counted[part.path] = chain.rank
                 _check_part(run, part, chain.rank, found)
-    _look_around(run, chains, set(counted), found)
+    _look_around(run, chains, names, set(counted), found)
     return found
+
+
+def _links(run: Path) -> list[str]:
+    return [name for name in (FOLDER, *TABLES) if (run / name).is_symlink()]
 
 
 def _check_about(run: Path, chain: Chain, found: Verification) -> None:
     """The first record knows the run's id and the hash of ``run.json``."""
-    if not chain.records:
-        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "it has no whole record", rank=chain.rank))
+    if not chain.records:  # a crash in the very first commit, or damage that is named already
         return
     begin = chain.records[0]
     known = begin.more.get("run_json")
@@ -104,7 +125,7 @@ def _check_about(run: Path, chain: Chain, found: Verification) -> None:
         found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "its first record is not a beginning", rank=chain.rank))
         return
     try:
-        data = (run / "run.json").read_bytes()
+        data = read_inside(run, run / "run.json")
         about = read_about(run)
     except (OSError, LedgerError) as error:
         _once(found, Problem("run.json", str(error)))
@@ -113,6 +134,13 @@ def _check_about(run: Path, chain: Chain, found: Verification) -> None:
         _once(found, Problem("run.json", "it is not the file that was written when the run began"))
     if about.get("run_id") != begin.more.get("run_id"):
         found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", f"it belongs to run {begin.more.get('run_id')}", rank=chain.rank))
+
+
+def _check_readable(run: Path, found: Verification) -> None:
+    try:
+        read_about(run)
+    except LedgerError as error:
+        found.problems.append(Problem("run.json", str(error)))
 
 
 def _once(found: Verification, problem: Problem) -> None:
@@ -125,13 +153,15 @@ def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
         found.problems.append(Problem(part.path, what, part.first_step, part.last_step, part.path, rank))
 
     try:
-        file = run / check_relative(part.path)
-        data = file.read_bytes()
+        data = read_inside(run, run / check_relative(part.path))
     except LedgerError as error:
         bad(str(error))
         return
-    except OSError:
+    except FileNotFoundError:
         bad("it is missing")
+        return
+    except OSError as error:
+        bad(f"it cannot be read ({error})")
         return
     found.parts += 1
     found.nbytes += len(data)
@@ -141,7 +171,8 @@ def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
         bad("its content is not what was written")
     else:
         try:
-            table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True)
+            opened = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+            table = opened.read(use_threads=len(data) > THREADS_FROM)
         except (OSError, ValueError, pa.ArrowException) as error:
             bad(f"it is not readable Parquet ({error})")
             return
@@ -151,13 +182,17 @@ def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
             bad("its rows or columns are not those that were recorded")
 
 
-def _look_around(run: Path, chains: list[Chain], counted: set[str], found: Verification) -> None:
+def _look_around(run: Path, chains: list[Chain], names: list[str], counted: set[str], found: Verification) -> None:
     """Say which files no record counts; they are not read by anything."""
     dropped = set().union(*(c.dropped() for c in chains)) if chains else set()
-    for table in TABLES:
-        for file in sorted((run / table).glob("*")) if (run / table).is_dir() else []:
-            name = f"{table}/{file.name}"
-            if name in counted:
-                continue
-            why = "was dropped by a resume or repair" if name in dropped else "has no record (an unfinished commit, or not ours)"
-            found.notes.append(f"{name} {why}; it is not counted")
+    length = {c.rank: len(c.records) for c in chains if c.records}
+    for name in names:
+        place = place_of_part(name)
+        if name in counted or (place is not None and place[0] not in length):
+            continue
+        if place is not None and place[1] > length[place[0]] and name not in dropped:
+            what = f"it was written after record {place[1] - 1} of rank {place[0]}, which is gone: the manifest was cut short"
+            found.problems.append(Problem(name, what, rank=place[0]))
+            continue
+        why = "was dropped by a resume or repair" if name in dropped else "has no record (an unfinished commit, or not ours)"
+        found.notes.append(f"{name} {why}; it is not counted")

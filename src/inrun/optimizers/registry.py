@@ -41,6 +41,8 @@ class UpdateRule:
     linear: bool = False
     #: True where entry j of the move depends on entry j of gradient, weight and state only.
     elementwise: bool = True
+    #: True where ``frozen`` divides by the learning rate as it stands: it must not change until the step.
+    rate_is_state: bool = False
     #: Points on the way from no gradient to the real one, where the update is not elementwise.
     points: int = 4
 

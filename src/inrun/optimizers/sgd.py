@@ -67,6 +67,8 @@ class ASGDRule(UpdateRule):
     the rule does not call itself linear, though the update is.
     """
 
+    rate_is_state = True
+
     def _eta(self, group: Group, state: State) -> float:
         if "eta" in state:
             return float(state["eta"])

@@ -1,0 +1,610 @@
+"""Split the registered samples into those to keep and those to drop, by their scores, and say how it was done."""
+
+# ruff: noqa: S608 - queries are put together from our own pieces; values are bound, column names checked and quoted
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import json
+import math
+import operator
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from inrun.errors import ConfigurationError, LedgerError
+from inrun.ledger.queries import CLEAR, Info, Names, Source, info, scores
+from inrun.ledger.views import Books, files_of, open_books, some
+
+FORMATS = ("jsonl", "parquet")
+#: How several validation sets become one verdict.
+COMBINE = {
+    "mean": "the rule is applied to the mean of the sets' scores",
+    "any": "a sample is dropped if the rule drops it for any of the sets",
+    "all": "a sample is dropped only if the rule drops it for all of the sets",
+}
+Mask = npt.NDArray[np.bool_]
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The scores of one validation set (or of the mean of several), one entry per registered sample; NaN where there is none."""
+
+    score: Values
+    standard_error: Values
+    times_used: Values
+
+    @property
+    def used(self) -> Mask:
+        """Whether a sample has a score."""
+        return self.times_used > 0
+
+    @property
+    def folds(self) -> bool:
+        """Whether there are standard errors."""
+        return bool(np.isfinite(self.standard_error).any())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is kept, in words and as a function of the scores of one set (and of all, for ``score.NAME``)."""
+
+    words: str
+    keep: Callable[[Judged, dict[str, Judged]], Mask]
+    #: Sets that the rule names itself.
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Curation:
+    """What was written."""
+
+    out: str
+    rule: str
+    kept: int
+    dropped: int
+    #: Samples that were registered and never used: they have no score.
+    unused: int
+    #: Samples that have a score and no metadata: they are in neither file.
+    without_metadata: int
+    #: Per value of the column ``by``: samples and how many of them were dropped.
+    by: str | None
+    groups: dict[str | None, tuple[int, int]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        rows = [{"group": g, "samples": n, "dropped": d} for g, (n, d) in self.groups.items()]
+        return {**vars(self), "groups": rows}
+
+
+def curate(
+    source: Source,
+    out: str | Path,
+    *,
+    keep: str | None = None,
+    top_fraction: float | None = None,
+    quota: Sequence[str] = (),
+    validation: Names = None,
+    combine: str = "mean",
+    view: str = "plain",
+    z: float = CLEAR,
+    drop_unused: bool = False,
+    by: str | None = None,
+    fmt: str = "jsonl",
+    force: bool = False,
+) -> Curation:
+    """Write ``kept`` and ``dropped`` samples and a card into a folder: all registered samples, each once, in order.
+
+    Args:
+        source: A reader, or the path of a run.
+        out: A new or empty folder.
+        keep: A rule such as ``"score > 0 and times_used >= 2"``; see :func:`parse_rule`.
+        top_fraction: Keep this share of the scored samples, those with the highest scores.
+        quota: ``COLUMN=FRACTION`` keeps that share of every value of a column, ``COLUMN:VALUE=FRACTION`` of one value.
+        validation: The sets to judge by (default: all).
+        combine: How several sets become one verdict: see ``COMBINE``.
+        view: How contributions are seen.
+        z: The default rule drops what is negative by more than ``z`` standard errors (without folds: what is negative).
+        drop_unused: Drop samples that were never used; they are kept otherwise, as nothing speaks against them.
+        by: The column of which the card tells shares (default: ``domain`` if there is one).
+        fmt: "jsonl" or "parquet".
+        force: Replace the files of an earlier curation in ``out``.
+    """
+    _check(combine, fmt, z, sum([keep is not None, top_fraction is not None, bool(quota)]))
+    with open_books(source) as books:
+        if not books.columns:
+            raise LedgerError(
+                f"{str(books.reader.path)!r} has no sample metadata, so there is nothing to write; see ledger.register_samples"
+            )
+        books.check_rows()
+        chosen = list(books.choose(validation))
+        ids, copies = _registered(books)
+        kinds = _column_values(books, by or "domain") if by or "domain" in books.columns else None
+        rule = _make_rule(books, keep, top_fraction, quota, z)
+        books.choose(rule.names)
+        _check_out(Path(out), books.reader.path, force)
+        reader, files = books.reader, files_of(books.reader, "samples")
+    sets = _judge(reader, ids, tuple(dict.fromkeys([*chosen, *rule.names])), view)
+    judged = {name: sets[name] for name in chosen}
+    if combine == "mean" and len(chosen) > 1:
+        judged = {"mean": _mean([sets[name] for name in chosen])}
+    kept = _verdict(rule, judged, sets, combine, drop_unused)
+    found = info(reader)
+    result = Curation(
+        out=str(out),
+        rule=_in_words(rule, chosen, combine, view),
+        kept=int(kept.sum()),
+        dropped=int((~kept).sum()),
+        unused=int((~_any([s.used for s in sets.values()])).sum()),
+        without_metadata=found.used_without_metadata,
+        by=(by or "domain") if kinds is not None else None,
+        groups=_count(kinds, kept) if kinds is not None else {},
+    )
+    added = _score_columns(chosen, sets, judged)
+    card = _card(result, found, fmt, drop_unused).encode()
+    result.files = _write(Path(out), fmt, _pieces(files, copies), kept, added, card)
+    return result
+
+
+def _check(combine: str, fmt: str, z: float, rules: int) -> None:
+    if combine not in COMBINE:
+        raise ConfigurationError(f"combine is {combine!r}; accepted are {', '.join(COMBINE)}")
+    if fmt not in FORMATS:
+        raise ConfigurationError(f"the format is {fmt!r}; accepted are {', '.join(FORMATS)}")
+    if not (math.isfinite(z) and z >= 0):
+        raise ConfigurationError(f"z is {z!r}; it must be a number of at least 0")
+    if rules > 1:
+        raise ConfigurationError("keep, top fraction and quota are different rules; give one of them")
+
+
+# Scores, aligned with the samples
+
+
+def _registered(books: Books) -> tuple[npt.NDArray[np.int64], Mask | None]:
+    """Return the ids in order of registration, and which rows are copies of earlier ones (None: none is)."""
+    ids = books.table("SELECT sample_id FROM samples")["sample_id"].to_numpy()
+    first = np.zeros(len(ids), bool)
+    first[np.unique(ids, return_index=True)[1]] = True
+    return (ids, None) if first.all() else (ids[first], ~first)
+
+
+def _column_values(books: Books, name: str) -> npt.NDArray[Any]:
+    """Return a metadata column as texts (None where it is empty), one entry per registered sample."""
+    table = books.table(f"SELECT sample_id, {books.column(name)}::VARCHAR AS kind FROM samples")
+    values = np.array([*table["kind"].to_pylist(), None], dtype=object)[:-1]
+    keep = np.sort(np.unique(table["sample_id"].to_numpy(), return_index=True)[1])
+    return values[keep]
+
+
+def _judge(source: Source, ids: npt.NDArray[np.int64], names: Sequence[str], view: str) -> dict[str, Judged]:
+    table = scores(source, names, view)  # one question: all sets as they are at one moment
+    return {name: _align(table.filter(pc.equal(table["validation"], name)), ids) for name in names}
+
+
+def _align(table: pa.Table, ids: npt.NDArray[np.int64]) -> Judged:
+    scored = table["sample_id"].to_numpy()
+    place = np.searchsorted(scored, ids)
+    hit = place < len(scored)
+    hit[hit] = scored[place[hit]] == ids[hit]
+
+    def spread(column: str, missing: float) -> Values:
+        values = np.full(len(ids), missing)
+        values[hit] = table[column].to_numpy()[place[hit]]
+        return values
+
+    return Judged(spread("score", np.nan), spread("standard_error", np.nan), spread("times_used", 0.0))
+
+
+def _mean(sets: list[Judged]) -> Judged:
+    """Average over sets; the errors of different sets are taken as independent. A score needs all of the sets."""
+    k = len(sets)
+    score = sum((s.score for s in sets[1:]), sets[0].score) / k
+    error = np.sqrt(sum((s.standard_error**2 for s in sets[1:]), sets[0].standard_error ** 2)) / k
+    uses = np.where(np.isfinite(score), np.max([s.times_used for s in sets], axis=0), 0.0)
+    return Judged(score, error, uses)
+
+
+def _any(masks: list[Mask]) -> Mask:
+    return np.logical_or.reduce(masks)
+
+
+def _verdict(rule: Rule, judged: dict[str, Judged], sets: dict[str, Judged], combine: str, drop_unused: bool) -> Mask:
+    """Return which samples are kept. A set that did not use a sample has no say on it."""
+    drops = [~rule.keep(j, sets) & j.used for j in judged.values()]
+    says = [j.used for j in judged.values()]
+    used = _any(says)
+    if combine == "all":
+        dropped = np.logical_and.reduce([d | ~s for d, s in zip(drops, says, strict=True)]) & used
+    else:
+        dropped = _any(drops)
+    return ~(dropped | (~used & drop_unused))
+
+
+# Rules
+
+
+def _make_rule(books: Books, keep: str | None, top_fraction: float | None, quota: Sequence[str], z: float) -> Rule:
+    if keep is not None:
+        return parse_rule(keep)
+    if top_fraction is not None:
+        share = _fraction(top_fraction, f"top fraction {top_fraction!r}")
+
+        def best(j: Judged, _: dict[str, Judged]) -> Mask:
+            return _without(len(j.score), [_top(j, share, np.arange(len(j.score)))])
+
+        return Rule(f"kept is a share of {share:.6g} of the scored samples, those with the highest scores", best)
+    if quota:
+        return _quota_rule(books, quota)
+
+    def clear(j: Judged, _: dict[str, Judged]) -> Mask:
+        error = np.where(np.isfinite(j.standard_error), j.standard_error, 0.0)
+        return ~(j.score + z * error < 0)
+
+    return Rule(
+        f"dropped is what scores below zero by more than {z:g} standard errors; without folds, what scores below zero", clear
+    )
+
+
+def _fraction(text: Any, what: str) -> float:
+    try:
+        share = float(text)
+    except (TypeError, ValueError):
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise ConfigurationError(f"{what} is not a number from 0 to 1")
+    return share
+
+
+def _top(j: Judged, share: float, among: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Return which of some samples are not in the best ``share`` (rounded up); ties go to those registered first."""
+    scored = among[j.used[among]]
+    count = min(len(scored), math.ceil(share * len(scored) - 1e-9))
+    return scored[np.argsort(-j.score[scored], kind="stable")[count:]]
+
+
+def _without(count: int, dropped: list[npt.NDArray[np.intp]]) -> Mask:
+    keep = np.ones(count, bool)
+    for places in dropped:
+        keep[places] = False
+    return keep
+
+
+def _quota_rule(books: Books, quota: Sequence[str]) -> Rule:
+    column: str | None = None
+    general: float | None = None
+    special: dict[str | None, float] = {}
+    for given in quota:
+        head, equals, share = given.rpartition("=")
+        name, colon, value = (head, "", "") if head in books.columns else head.partition(":")
+        if not equals or not name or column not in (None, name):
+            raise ConfigurationError(f"quota {given!r} is not COLUMN=FRACTION or COLUMN:VALUE=FRACTION, with one column for all")
+        column = name
+        if colon:
+            special[value] = _fraction(share, f"quota {given!r}: {share!r}")
+        else:
+            general = _fraction(share, f"quota {given!r}: {share!r}")
+    assert column is not None
+    kinds = _column_values(books, column)
+    unknown = list(special.keys() - set(kinds.tolist()))
+    if unknown:
+        raise ConfigurationError(f"quota: no sample has {unknown[0]!r} in column {column!r}")
+
+    members: dict[str | None, list[int]] = {}
+    for place, kind in enumerate(kinds.tolist()):
+        members.setdefault(kind, []).append(place)
+
+    def keep(j: Judged, _: dict[str, Judged]) -> Mask:
+        wanted = {kind: special.get(kind, general) for kind in members}
+        dropped = [_top(j, share, np.array(members[kind])) for kind, share in wanted.items() if share is not None]
+        return _without(len(kinds), dropped)
+
+    words = [] if general is None else [f"{general:g} of the scored samples of every {column!r}"]
+    words += [f"{share:g} of {column!r} {value!r}" for value, share in special.items()]
+    return Rule(f"kept are those with the highest scores: {', '.join(words)}", keep)
+
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<op><=|>=|==|!=|<|>)|(?P<par>[()])|(?P<word>(?:and|or)\b)"
+    r"|(?P<column>score|standard_error|times_used)(?:\.(?:\"(?P<quoted>[^\"]*)\"|(?P<name>[^\s<>=!()\"]+)))?(?=[\s<>=!()]|$)"
+    r"|(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?=[\s<>=!()]|$))"
+)
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def parse_rule(text: str) -> Rule:
+    """Read a rule: ``COLUMN OP NUMBER``, joined by ``and`` and ``or`` (``and`` binds closer), with parentheses.
+
+    Columns are ``score``, ``standard_error`` and ``times_used`` of the set that is judged, or of a certain one: ``score.math``,
+    ``score."odd name"``. A comparison with a value that is missing is false.
+    """
+    tokens = list(_tokens(text))
+    names: list[str] = []
+    rule, rest = _either(tokens, names, text, 0)
+    if rest:
+        raise _bad_rule(text, f"{rest[0].group().strip()!r} is left over")
+    return Rule(f"kept is what fulfils {text.strip()!r}", rule, tuple(dict.fromkeys(names)))
+
+
+def _bad_rule(text: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the rule {text!r} cannot be read: {why}. Accepted is for example 'score > 0 and times_used >= 2' with the columns score, "
+        "standard_error, times_used, or score.NAME of a validation set"
+    )
+
+
+def _tokens(text: str) -> Iterator[re.Match[str]]:
+    at, end = 0, len(text.rstrip())
+    while at < end:
+        token = _TOKEN.match(text, at)
+        if token is None:
+            raise _bad_rule(text, f"{text[at:].strip()[:40]!r} is not understood")
+        yield token
+        at = token.end()
+
+
+Keep = Callable[[Judged, dict[str, Judged]], Mask]
+Tokens = list[re.Match[str]]
+
+
+def _either(tokens: Tokens, names: list[str], text: str, depth: int) -> tuple[Keep, Tokens]:
+    left, tokens = _every(tokens, names, text, depth)
+    while tokens and tokens[0]["word"] == "or":
+        right, tokens = _every(tokens[1:], names, text, depth)
+        left = _join(operator.or_, left, right)
+    return left, tokens
+
+
+def _every(tokens: Tokens, names: list[str], text: str, depth: int) -> tuple[Keep, Tokens]:
+    left, tokens = _term(tokens, names, text, depth)
+    while tokens and tokens[0]["word"] == "and":
+        right, tokens = _term(tokens[1:], names, text, depth)
+        left = _join(operator.and_, left, right)
+    return left, tokens
+
+
+def _join(how: Callable[[Any, Any], Any], left: Keep, right: Keep) -> Keep:
+    return lambda j, sets: how(left(j, sets), right(j, sets))
+
+
+def _term(tokens: Tokens, names: list[str], text: str, depth: int) -> tuple[Keep, Tokens]:
+    if depth > 50:
+        raise _bad_rule(text, "it is nested too deep")
+    if tokens and tokens[0]["par"] == "(":
+        inner, tokens = _either(tokens[1:], names, text, depth + 1)
+        if not tokens or tokens[0]["par"] != ")":
+            raise _bad_rule(text, "a parenthesis is not closed")
+        return inner, tokens[1:]
+    if len(tokens) < 3 or not (tokens[0]["column"] and tokens[1]["op"] and tokens[2]["number"]):
+        raise _bad_rule(
+            text, "expected COLUMN OPERATOR NUMBER" + (f" at {tokens[0].group().strip()!r}" if tokens else " at its end")
+        )
+    quoted_name, plain_name = tokens[0]["quoted"], tokens[0]["name"]
+    name = plain_name if quoted_name is None else quoted_name
+    if name is not None:
+        names.append(name)
+    compare = _comparison(tokens[0]["column"], name, _COMPARE[tokens[1]["op"]], float(tokens[2]["number"]))
+    return compare, tokens[3:]
+
+
+def _comparison(column: str, name: str | None, compare: Callable[[Any, Any], Any], number: float) -> Keep:
+    def keep(j: Judged, sets: dict[str, Judged]) -> Mask:
+        judged = j if name is None else sets[name]
+        if column == "standard_error" and not judged.folds:
+            raise ConfigurationError("the rule asks for standard_error, and the validation set has none: it is not in folds")
+        values = getattr(judged, column)
+        return np.asarray(compare(values, number) & ~np.isnan(values), bool)
+
+    return keep
+
+
+def _in_words(rule: Rule, chosen: list[str], combine: str, view: str) -> str:
+    words = f"{rule.words}; view {view!r}; judged by {some(chosen)}"
+    return f"{words}; {COMBINE[combine]}" if len(chosen) > 1 else words
+
+
+def _count(kinds: npt.NDArray[Any], kept: Mask) -> dict[str | None, tuple[int, int]]:
+    found: dict[str | None, list[int]] = {}
+    for kind, keep in zip(kinds.tolist(), kept.tolist(), strict=True):
+        entry = found.setdefault(kind, [0, 0])
+        entry[0] += 1
+        entry[1] += not keep
+    return {kind: (n, d) for kind, (n, d) in sorted(found.items(), key=lambda e: (e[0] is None, e[0] or ""))}
+
+
+# Files
+
+
+def _check_out(out: Path, run: Path, force: bool) -> None:
+    """Refuse a folder that holds something, and the run itself."""
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{str(out)!r} is a file; give a folder")
+    if out.resolve() == run.resolve() or run.resolve() in out.resolve().parents:
+        raise ConfigurationError(f"{str(out)!r} is the run, or inside of it; give another folder")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise ConfigurationError(f"{str(out)!r} is not empty; give a new folder, or --force to replace an earlier curation in it")
+
+
+def _score_columns(chosen: list[str], sets: dict[str, Judged], judged: dict[str, Judged]) -> dict[str, Values]:
+    """Name the score columns: ``score`` of the set or of the mean, and ``score.NAME`` where there are several sets."""
+    found: dict[str, Values] = {}
+    if len(judged) == 1:
+        (only,) = judged.values()
+        found |= {"score": only.score, "standard_error": only.standard_error, "times_used": only.times_used}
+    if len(chosen) > 1:
+        for name in chosen:
+            found |= {f"score.{name}": sets[name].score, f"standard_error.{name}": sets[name].standard_error}
+            found[f"times_used.{name}"] = sets[name].times_used
+    return found
+
+
+def _pieces(files: list[str], copies: Mask | None) -> Iterator[pa.Table]:
+    """Read the samples again, piece by piece, in order of registration and with the same columns in every piece."""
+    schema = pa.unify_schemas([pq.read_schema(f) for f in files], promote_options="default").remove_metadata()
+    at = 0
+    for file in files:
+        with pq.ParquetFile(file, page_checksum_verification=True) as part:
+            for batch in part.iter_batches(batch_size=4096):
+                table = pa.concat_tables([schema.empty_table(), pa.Table.from_batches([batch])], promote_options="default")
+                if copies is not None:
+                    table = table.filter(pa.array(~copies[at : at + len(batch)]))
+                at += len(batch)
+                yield table.select(schema.names)
+
+
+def _write(out: Path, fmt: str, pieces: Iterator[pa.Table], kept: Mask, added: dict[str, Values], card: bytes) -> list[str]:
+    """Write the files of a curation; an earlier one goes only when the new one is whole."""
+    writers: list[_Writer] = []
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        writers = [_Writer(out / f"kept.{fmt}", fmt), _Writer(out / f"dropped.{fmt}", fmt), _Writer(out / "README.md", "text")]
+        at = 0
+        for piece in pieces:
+            here = slice(at, at + piece.num_rows)
+            at += piece.num_rows
+            piece = _with_scores(piece, {name: values[here] for name, values in added.items()})
+            writers[0].write(piece.filter(pa.array(kept[here])))
+            writers[1].write(piece.filter(pa.array(~kept[here])))
+        if at != len(kept):
+            raise LedgerError("samples were registered while the curation was written; run it again")
+        writers[2].stream.write(card)
+        for writer in writers:
+            writer.finish()
+        for stale in (f"{part}.{other}" for part in ("kept", "dropped") for other in FORMATS if other != fmt):
+            (out / stale).unlink(missing_ok=True)
+    except (OSError, pa.ArrowException) as error:
+        raise LedgerError(f"{str(out)!r} cannot be written: {error}") from error
+    finally:
+        for writer in writers:
+            writer.abandon()
+    return [writer.path.name for writer in writers]
+
+
+def _with_scores(piece: pa.Table, added: dict[str, Values]) -> pa.Table:
+    for name, values in added.items():
+        if name.startswith("times_used"):
+            column = pa.array(values.astype(np.int64))
+        else:
+            column = pa.array(values, pa.float64(), from_pandas=True)
+        piece = piece.append_column(name, column)
+    return piece
+
+
+class _Writer:
+    """Writes beside the name and renames at the end, so that a file is whole or absent."""
+
+    def __init__(self, path: Path, fmt: str) -> None:
+        self.path, self.aside = path, path.with_name(path.name + ".part")
+        self.stream = self.aside.open("wb")
+        self.fmt = fmt
+        self.parquet: pq.ParquetWriter | None = None
+
+    def write(self, table: pa.Table) -> None:
+        """Add rows."""
+        if self.fmt == "jsonl":
+            self.stream.write("".join(_line(row) for row in table.to_pylist()).encode())
+            return
+        if self.parquet is None:
+            self.parquet = pq.ParquetWriter(self.stream, table.schema, compression="zstd", write_page_checksum=True)
+        if table.num_rows:
+            self.parquet.write_table(table)
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        if self.parquet is not None:
+            self.parquet.close()
+        self.stream.close()
+        os.replace(self.aside, self.path)
+
+    def abandon(self) -> None:
+        """Close and remove what was not finished."""
+        with contextlib.suppress(OSError, ValueError, pa.ArrowException):
+            if self.parquet is not None:
+                self.parquet.close()
+        self.stream.close()
+        self.aside.unlink(missing_ok=True)
+
+
+#: Characters that JSON allows raw, and terminals and line splitters take for something else.
+_RISKY = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+
+
+def _line(row: dict[str, Any]) -> str:
+    text = json.dumps({k: _plain(v) for k, v in row.items()}, ensure_ascii=False, allow_nan=False)
+    return _RISKY.sub(lambda c: f"\\u{ord(c.group()):04x}", text) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    return str(value) if isinstance(value, decimal.Decimal) else value
+
+
+# The card
+
+
+def _shown(value: Any) -> str:
+    """Return untrusted text for a table of the card: one line, nothing that Markdown or HTML would act on."""
+    if value is None:
+        return "(no metadata)"
+    text = "".join("·" if unicodedata.category(c)[0] in "CZ" and c != " " else c for c in str(value)[:80])
+    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def _card(c: Curation, found: Info, fmt: str, drop_unused: bool) -> str:
+    about = found.about
+    every = c.kept + c.dropped
+    splits = [(name, n) for name, n in (("kept", c.kept), ("dropped", c.dropped)) if n]
+    front = "".join(f"  - split: {name}\n    path: {name}.{fmt}\n" for name, _ in splits)
+    front = f"---\nconfigs:\n- config_name: default\n  data_files:\n{front}---\n\n"
+    share = c.dropped / every if every else 0.0
+    lines = [
+        "# A curated training set\n",
+        f"{c.kept:,} of {every:,} samples are kept, {c.dropped:,} ({share:.1%}) dropped.\n",
+        f"- Rule: {_shown_words(c.rule)}",
+        f"- Scored by inrun (In-Run Data Shapley) with method {_shown(about.get('method', '?'))}, update "
+        f"{_shown(about.get('update', '?'))}, model {_shown(about.get('model', 'not named'))}; "
+        f"run {_shown(about.get('run_id', '?'))}",
+        f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",
+        f"- Steps covered: {found.first_step} to {found.last_step} ({found.steps:,} steps, {found.rows:,} contributions, "
+        f"{sum(found.skipped.values()):,} steps not scored)",
+        f"- {c.unused:,} samples were never used in training and have no score: they are {'dropped' if drop_unused else 'kept'}",
+    ]
+    if c.without_metadata:
+        lines.append(f"- {c.without_metadata:,} samples were used and have no metadata: they are in neither file")
+    lines.append(
+        "\nA score is what the sample did to the validation loss in this one run; a negative score without a standard error"
+    )
+    lines.append("may be noise. Kept and dropped files hold all registered samples, each once, in the order of registration.")
+    if c.groups:
+        lines += [f"\n## Dropped by {_shown(c.by)}\n", "| value | samples | dropped | share |", "|---|---:|---:|---:|"]
+        lines += [f"| {_shown(g)} | {n:,} | {d:,} | {d / n:.1%} |" for g, (n, d) in list(c.groups.items())[:200]]
+        if len(c.groups) > 200:
+            lines.append(f"\nand {len(c.groups) - 200:,} more values")
+    return front + "\n".join(lines) + "\n"
+
+
+def _shown_words(text: str) -> str:
+    return "".join("·" if unicodedata.category(c)[0] == "C" else c for c in text).replace("<", "&lt;").replace("|", "\\|")

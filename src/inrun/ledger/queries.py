@@ -1,0 +1,290 @@
+"""Questions to the books, answered by DuckDB from the Parquet parts. Needs no torch; never loads all rows.
+
+Every function takes a :class:`~inrun.ledger.LedgerReader` or the path of a run, and the same question twice gives the same bits.
+``validation`` is a name, several, or None for all sets; ``view`` is one of :data:`inrun.ledger.views.VIEWS`.
+"""
+
+# ruff: noqa: S608 - queries are put together from our own pieces; values are bound, column names checked and quoted
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from inrun.errors import ConfigurationError
+from inrun.ledger.disk import LedgerReader
+from inrun.ledger.schema import SCORES
+from inrun.ledger.views import VIEWS, Ask, Books, check_view, open_books, quoted
+
+__all__ = ["VIEWS", "Agreement", "Info", "agreement", "extremes", "groups", "info", "left_out", "score_batches", "scores"]
+
+Source = LedgerReader | str | Path
+Names = str | Sequence[str] | None
+#: A score this many standard errors below zero is clear of its error.
+CLEAR = 2.0
+#: First of equal ids: parts that two ranks registered at once say the same thing twice.
+_META = "SELECT sample_id, first({column}) AS kind FROM samples GROUP BY sample_id"
+
+
+def scores(source: Source, validation: Names = None, view: str = "plain") -> pa.Table:
+    """Return one row per sample and validation set, ordered by validation set, then sample.
+
+    ``score`` is the sum of contributions in double precision (of a set in folds the mean of the folds' sums, with its standard
+    error; in the view ``rank`` the mean over uses). Positive = the sample lowered the validation loss.
+    """
+    check_view(view)
+    with open_books(source) as books:
+        chosen = books.choose(validation)
+        return _relation(books, chosen, view).to_arrow_table().cast(SCORES) if chosen else SCORES.empty_table()
+
+
+def score_batches(source: Source, validation: Names = None, view: str = "plain") -> Iterator[pa.RecordBatch]:
+    """Give the rows of :func:`scores` piece by piece, for runs with more samples than memory."""
+    check_view(view)
+    with open_books(source) as books:
+        chosen = books.choose(validation)
+        if chosen:
+            yield from _relation(books, chosen, view).to_arrow_reader(65536)
+
+
+def _relation(books: Books, sets: dict[str, list[str]], view: str) -> Any:
+    books.score(sets, Ask(view))
+    return books.relation(f"SELECT {', '.join(SCORES.names)} FROM scored ORDER BY validation, sample_id")
+
+
+def left_out(source: Source, view: str) -> int:
+    """Return the number of contributions that a view cannot use: those of steps without a learning rate, for ``per_lr``."""
+    check_view(view)
+    if view != "per_lr":
+        return 0
+    with open_books(source) as books:
+        known = "SELECT step FROM accounts WHERE lr > 0"
+        return int(books.row(f"SELECT count(*) FROM contributions WHERE step NOT IN ({known})")[0])
+
+
+def groups(
+    source: Source,
+    by: str = "domain",
+    validation: Names = None,
+    stages: int | None = None,
+    cumulative: bool = False,
+    view: str = "plain",
+) -> pa.Table:
+    """Add up scores by a metadata column, over the run or over ``stages`` equal ranges of steps.
+
+    Columns: ``group`` (null: samples without metadata, or without a value), ``validation``, with stages ``stage``, ``first_step``,
+    ``last_step``; then ``total`` (sum of the scores), ``mean_per_sample``, ``mean_per_use``, ``samples`` (those that were used),
+    ``uses``, ``negative_share`` (of the samples) and ``clear_share`` (negative by more than 2 standard errors; null without folds).
+
+    Args:
+        source: A reader, or the path of a run.
+        by: A column of the samples table.
+        validation: Sets to look at.
+        stages: Number of step ranges; never more than there are steps.
+        cumulative: A stage counts everything up to its end.
+        view: How contributions are seen.
+    """
+    check_view(view)
+    if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
+        raise ConfigurationError(f"stages is {stages!r}; it must be an integer of at least 1")
+    if cumulative and stages is None:
+        raise ConfigurationError("cumulative needs stages: without them a total is of the whole run already")
+    with open_books(source) as books:
+        column = books.column(by)
+        books.check_rows()
+        sets = books.choose(validation)
+        if stages is None:
+            books.score(sets, Ask(view))
+            return books.table(_group_sql(column))
+        return _over_stages(books, sets, column, stages, cumulative, view)
+
+
+def _measures() -> str:
+    """SQL that adds up sample rows by group, set and bucket."""
+    clear = f"score + {CLEAR} * standard_error < 0"
+    return f"""
+        SELECT kind, validation, bucket, sum(score) AS total, sum(pushes) AS pushes, count(*) AS samples, sum(times_used) AS uses,
+               count(*) FILTER (score < 0) AS negative, count(standard_error) AS judged, count(*) FILTER ({clear}) AS clear
+        FROM scored LEFT JOIN meta USING (sample_id) GROUP BY 1, 2, 3"""
+
+
+def _columns(*more: str) -> str:
+    """The columns of the answer."""
+    return ", ".join(
+        [
+            'kind AS "group"',
+            "validation",
+            *more,
+            "coalesce(total, 0.0) AS total",
+            "total / nullif(samples, 0) AS mean_per_sample",
+            "pushes / nullif(uses, 0) AS mean_per_use",
+            "coalesce(samples, 0)::BIGINT AS samples",
+            "coalesce(uses, 0)::BIGINT AS uses",
+            "negative / nullif(samples, 0) AS negative_share",
+            "clear / nullif(judged, 0) AS clear_share",
+        ]
+    )
+
+
+def _group_sql(column: str) -> str:
+    return f"""
+        WITH meta AS ({_META.format(column=column)}), added AS ({_measures()})
+        SELECT {_columns()} FROM added ORDER BY validation, total DESC, kind NULLS LAST"""
+
+
+def _over_stages(books: Books, sets: dict[str, list[str]], column: str, stages: int, cumulative: bool, view: str) -> pa.Table:
+    first, last = books.row("SELECT min(step), max(step) FROM contributions")
+    span = last - first + 1
+    stages = min(stages, span)
+    bucket = f"((step - {first})::HUGEINT * {stages} // {span})::BIGINT"
+    books.score(sets, Ask(view, bucket, stages, cumulative))
+    edges = [first + -(-b * span // stages) for b in range(stages + 1)]
+    ranges = pa.table({"bucket": range(stages), "first_step": edges[:-1], "last_step": [e - 1 for e in edges[1:]]})
+    books.connection.from_arrow(ranges).create_view("ranges")
+    added = _running() if cumulative else _measures()
+    grid = "SELECT * FROM (SELECT DISTINCT kind, validation FROM added), ranges"
+    start = "(SELECT min(first_step) FROM ranges)" if cumulative else "first_step"
+    sql = f"""
+        WITH meta AS ({_META.format(column=column)}), added AS MATERIALIZED ({added}), grid AS ({grid}),
+             whole AS (SELECT grid.*, added.* EXCLUDE (kind, validation, bucket) FROM grid LEFT JOIN added
+                       ON grid.kind IS NOT DISTINCT FROM added.kind AND grid.validation = added.validation
+                          AND grid.bucket = added.bucket),
+             filled AS ({_carried() if cumulative else "SELECT * FROM whole"})
+        SELECT {_columns("bucket AS stage", f"{start} AS first_step", "last_step")}
+        FROM filled ORDER BY validation, kind NULLS LAST, bucket"""
+    return books.table(sql)
+
+
+#: What a group's books say, and what is carried from stage to stage.
+_CARRIED = ("total", "pushes", "samples", "uses", "negative", "judged", "clear")
+
+
+def _running() -> str:
+    """SQL that adds up, by group, set and bucket, how sample rows change: a sample speaks up only where it was used."""
+    was = "OVER (PARTITION BY validation, sample_id ORDER BY bucket)"
+    clear = f"coalesce((score + {CLEAR} * standard_error < 0)::INT, 0)"
+    return f"""
+        SELECT kind, validation, bucket, sum(score - coalesce(score0, 0.0)) AS total,
+               sum(pushes - coalesce(pushes0, 0.0)) AS pushes,
+               count(*) FILTER (score0 IS NULL) AS samples, sum(times_used - coalesce(uses0, 0)) AS uses,
+               sum((score < 0)::INT - coalesce((score0 < 0)::INT, 0)) AS negative,
+               count(standard_error) FILTER (score0 IS NULL) AS judged, sum(clear - coalesce(clear0, 0)) AS clear
+        FROM (SELECT *, lag(score) {was} AS score0, lag(pushes) {was} AS pushes0, lag(times_used) {was} AS uses0,
+                     {clear} AS clear, lag({clear}) {was} AS clear0 FROM scored)
+        LEFT JOIN meta USING (sample_id) GROUP BY 1, 2, 3"""
+
+
+def _carried() -> str:
+    upto = "OVER (PARTITION BY kind, validation ORDER BY bucket ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
+    sums = ", ".join(f"sum(coalesce({name}, 0)) {upto} AS {name}" for name in _CARRIED)
+    return f"SELECT kind, validation, bucket, first_step, last_step, {sums} FROM whole"
+
+
+def extremes(source: Source, n: int, validation: Names = None, largest: bool = True, view: str = "plain") -> pa.Table:
+    """Return the ``n`` highest (or lowest) scores of every validation set, with all metadata columns of the samples.
+
+    Ties go to the smaller sample id. Rows are ordered by validation set, then from the extreme inwards.
+    """
+    check_view(view)
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigurationError(f"n is {n!r}; it must be an integer of at least 1")
+    with open_books(source) as books:
+        books.check_rows()
+        books.score(books.choose(validation), Ask(view))
+        order = "score DESC" if largest else "score"
+        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in books.columns if c != "sample_id")
+        names = "".join(f", meta.{quoted(c)}" for c in books.columns if c != "sample_id")
+        found = f"""
+            WITH placed AS (SELECT *, row_number() OVER (PARTITION BY validation ORDER BY {order}, sample_id) AS place
+                            FROM scored),
+                 best AS MATERIALIZED (SELECT * FROM placed WHERE place <= {n}),
+                 meta AS (SELECT sample_id{more} FROM samples WHERE sample_id IN (SELECT sample_id FROM best) GROUP BY sample_id)
+            SELECT {", ".join(f"best.{c}" for c in SCORES.names)}{names}
+            FROM best LEFT JOIN meta ON best.sample_id = meta.sample_id ORDER BY best.validation, best.place"""
+        return books.table(found)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How alike two validation sets rank the samples that both scored."""
+
+    first: str
+    second: str
+    samples: int
+    #: Rank correlation with ties shared; None where it is not defined (fewer than two samples, or all scores equal).
+    spearman: float | None
+
+
+def agreement(source: Source, first: str, second: str, view: str = "plain") -> Agreement:
+    """Return the Spearman rank correlation of two validation sets over their common samples."""
+    check_view(view)
+    with open_books(source) as books:
+        books.score(books.choose([first, second]), Ask(view))
+        rank = "(rank() OVER (ORDER BY {0}) + (count(*) OVER (PARTITION BY {0}) - 1) / 2.0)"
+        found = f"""
+            WITH common AS (SELECT a.score + 0.0 AS x, b.score + 0.0 AS y FROM scored a JOIN scored b USING (sample_id)
+                            WHERE a.validation = $first AND b.validation = $second),
+                 ranked AS (SELECT {rank.format("x")} AS x, {rank.format("y")} AS y FROM common)
+            SELECT count(*), CASE WHEN min(x) < max(x) AND min(y) < max(y) THEN corr(x, y) END FROM ranked"""
+        count, value = books.row(found, first=first, second=second)
+        return Agreement(first, second, int(count), None if value is None else min(max(float(value), -1.0), 1.0))
+
+
+@dataclass(frozen=True)
+class Info:
+    """A run at a glance."""
+
+    path: str
+    about: dict[str, Any]
+    #: Steps in the accounts or the contributions; how many of them scored nothing, by reason.
+    steps: int
+    first_step: int | None
+    last_step: int | None
+    skipped: dict[str, int]
+    rows: int
+    nbytes: int
+    validation: dict[str, int]
+    samples_used: int
+    samples_registered: int
+    used_without_metadata: int
+    columns: list[str]
+    lr_low: float | None
+    lr_high: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return dict(vars(self))
+
+
+def info(source: Source) -> Info:
+    """Count what a run holds; also works on one that holds nothing yet."""
+    with open_books(source) as books:
+        steps = "SELECT step FROM contributions UNION SELECT step FROM accounts"
+        count, first, last = books.row(f"SELECT count(*), min(step), max(step) FROM ({steps})")
+        reasons = "SELECT skipped, count(DISTINCT step) FROM accounts WHERE skipped IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1"
+        used, unknown = books.row(
+            "SELECT count(*), count(*) FILTER (sample_id NOT IN (SELECT sample_id FROM samples)) "
+            "FROM (SELECT DISTINCT sample_id FROM contributions)"
+        )
+        low, high = books.row("SELECT min(lr), max(lr) FROM accounts")
+        return Info(
+            path=str(books.reader.path),
+            about=books.reader.about,
+            steps=count,
+            first_step=first,
+            last_step=last,
+            skipped=dict(books.relation(reasons).fetchall()),
+            rows=books.row("SELECT count(*) FROM contributions")[0],
+            nbytes=sum(f.stat().st_size for f in books.reader.path.rglob("*") if f.is_file()),
+            validation={name: len(labels) for name, labels in books.sets().items()},
+            samples_used=used,
+            samples_registered=books.row("SELECT count(DISTINCT sample_id) FROM samples")[0],
+            used_without_metadata=unknown,
+            columns=[c for c in books.columns if c != "sample_id"],
+            lr_low=low,
+            lr_high=high,
+        )
