@@ -621,6 +621,20 @@ def test_what_cannot_be_joined(books, copy, tmp_path, make, message: str) -> Non
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("other", ["mine", "yours"])
+def test_samples_are_joined_if_they_agree(books, copy, tmp_path, other: str) -> None:
+    shutil.copytree(copy, tmp_path / "b")
+    for run, owner in ((copy, "mine"), (tmp_path / "b", other)):
+        with Ledger.resume(run, books[1], files=QuickFiles()) as ledger:
+            ledger.register_samples([{"sample_id": 1, "owner": owner}])
+    if other == "mine":
+        assert set(Ledger.open(merge([copy, tmp_path / "b"], tmp_path / "out")).samples()["owner"].to_pylist()) == {"mine"}
+    else:
+        with pytest.raises(LedgerError, match="different things of sample 1"):
+            merge([copy, tmp_path / "b"], tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 def test_merge_does_not_write_over_anything(books, copy, tmp_path) -> None:
     (tmp_path / "out").write_text("mine")
     with pytest.raises(LedgerError, match="exists already"):

@@ -140,6 +140,7 @@ def test_the_views_differ(run) -> None:
     found = [run.scores(view=v, validation="code") for v in VIEWS]
     assert len({tuple(t["score"].to_pylist()) for t in found}) == len(VIEWS)
     assert queries.left_out(run, "per_lr") == (2 * 6 + 2) * len(LABELS)  # two late rows speak of step 10
+    assert queries.left_out(run, "per_lr", "code") == 2 * 6 + 2
     assert queries.left_out(run, "rank") == 0
 
 
@@ -178,6 +179,7 @@ def test_the_same_bits_with_many_rows_and_little_memory(tmp_path) -> None:
     found = reader.scores()
     assert found.equals(reader.scores())
     with open_books(reader, memory_limit="40MB") as books:
+        assert books.row("SELECT current_setting('enable_progress_bar')") == (False,)
         assert books.row("SELECT current_setting('threads')") == (1,)  # several would add in any order
         again = books.table("SELECT sample_id, sum(contribution::DOUBLE) AS score FROM contributions GROUP BY 1 ORDER BY 1")
     order = np.argsort(ids, kind="stable")

@@ -86,7 +86,7 @@ def scores(
         else:
             show.print_agreement([alike])
         return
-    out = queries.left_out(run, view)
+    out = queries.left_out(run, view, names)
     if every or ((as_json or as_csv) and top is None and bottom is None):
         _check_rows(run, names)
         rows = show.rows_of(queries.score_batches(run, names, view))
@@ -154,7 +154,7 @@ def groups(
 
     _one_output(as_json, as_csv)
     found = queries.groups(run, by, list(validation) or None, stages, cumulative, view)
-    out = queries.left_out(run, view)
+    out = queries.left_out(run, view, list(validation) or None)
     if as_json:
         show.echo_json_rows({"by": by, **_head(view, out)}, show.rows_of([found]))
     elif as_csv:

@@ -10,6 +10,7 @@ import click
 
 from inrun import __version__
 from inrun.cli.ledger_commands import add_commands as add_ledger_commands
+from inrun.cli.trust_commands import add_commands as add_trust_commands
 from inrun.errors import ConfigurationError, InrunError
 
 
@@ -151,6 +152,7 @@ def demo(epochs: int, as_json: bool) -> None:
 
 
 add_ledger_commands(cli)
+add_trust_commands(cli)
 
 
 def main() -> None:

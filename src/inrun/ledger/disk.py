@@ -592,10 +592,9 @@ def parse_flush(given: int | str) -> tuple[int | None, float | None]:
 def software() -> dict[str, str]:
     """Return versions that matter for reading the numbers later; torch only if it is loaded."""
     import sys
+    from importlib.metadata import version
 
-    from inrun import __version__
-
-    found = {"inrun": __version__, "python": platform.python_version(), "numpy": np.__version__, "pyarrow": pa.__version__}
+    found = {"inrun": version("inrun"), "python": platform.python_version(), "numpy": np.__version__, "pyarrow": pa.__version__}
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch"] = str(torch.__version__)

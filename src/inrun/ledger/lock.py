@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import os
-import socket
+import platform
 import weakref
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Lock:
 
     def _take(self, run: Path) -> None:
         assert self.fd is not None
-        mine = {"pid": os.getpid(), "host": socket.gethostname()}
+        mine = {"pid": os.getpid(), "host": platform.node()}
         try:
             if fcntl is not None:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from inrun.errors import LedgerError
@@ -55,10 +56,18 @@ def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerRead
             number = ledger._manifest.count
             parts = tuple(_copy(ledger, reader, part, number) for part in record.parts)
             ledger._commit(record.kind, parts, record.more)
-        samples = ledger.samples()
-        if samples is not None and pc.count_distinct(samples["sample_id"]).as_py() != samples.num_rows:
+        _refuse_conflicts(ledger.samples())
+
+
+def _refuse_conflicts(samples: pa.Table | None) -> None:
+    """Two ledgers may say the same of a sample; they may not say different things."""
+    if samples is None or pc.count_distinct(samples["sample_id"]).as_py() == samples.num_rows:
+        return
+    seen: dict[int, dict[str, Any]] = {}
+    for row in samples.to_pylist():
+        if seen.setdefault(row["sample_id"], row) != row:
             raise LedgerError(
-                "the ledgers registered the same samples more than once; samples must be registered before a run is copied"
+                f"the ledgers say different things of sample {row['sample_id']}; register samples before a run is copied"
             )
 
 

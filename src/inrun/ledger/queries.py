@@ -8,6 +8,7 @@ Every function takes a :class:`~inrun.ledger.LedgerReader` or the path of a run,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +57,16 @@ def _relation(books: Books, sets: dict[str, list[str]], view: str) -> Any:
     return books.relation(f"SELECT {', '.join(SCORES.names)} FROM scored ORDER BY validation, sample_id")
 
 
-def left_out(source: Source, view: str) -> int:
+def left_out(source: Source, view: str, validation: Names = None) -> int:
     """Return the number of contributions that a view cannot use: those of steps without a learning rate, for ``per_lr``."""
     check_view(view)
     if view != "per_lr":
         return 0
     with open_books(source) as books:
+        labels = [label for labels in books.choose(validation).values() for label in labels]
         known = "SELECT step FROM accounts WHERE lr > 0"
-        return int(books.row(f"SELECT count(*) FROM contributions WHERE step NOT IN ({known})")[0])
+        count = f"SELECT count(*) FROM contributions WHERE step NOT IN ({known}) AND list_contains($labels::VARCHAR[], validation)"
+        return int(books.row(count, labels=labels)[0])
 
 
 def groups(
@@ -279,7 +282,7 @@ def info(source: Source) -> Info:
             last_step=last,
             skipped=dict(books.relation(reasons).fetchall()),
             rows=books.row("SELECT count(*) FROM contributions")[0],
-            nbytes=sum(f.stat().st_size for f in books.reader.path.rglob("*") if f.is_file()),
+            nbytes=_size(books.reader.path),
             validation={name: len(labels) for name, labels in books.sets().items()},
             samples_used=used,
             samples_registered=books.row("SELECT count(DISTINCT sample_id) FROM samples")[0],
@@ -288,3 +291,12 @@ def info(source: Source) -> Info:
             lr_low=low,
             lr_high=high,
         )
+
+
+def _size(folder: Path) -> int:
+    """Add up the files of a folder; one that goes while we look, since training writes, does not count."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total

@@ -286,13 +286,19 @@ def _set_foreign_aside(run: Path, rank: int, run_id: str | None, files: Files, d
 def _set_unrecorded_aside(run: Path, rank: int, files: Files, done: Repair) -> None:
     """Set aside what no record counts, so that no later record can be taken for its own."""
     chain = read_chain(run, rank) if chain_path(run, rank).exists() else Chain(rank, [], 0, [])
-    ever = {p.path for r in chain.records for p in r.parts}
-    for name in part_names(run):
-        place = place_of_part(name)
-        if place is not None and place[0] == rank and name not in ever:
-            if not chain.records or place[1] > len(chain.records):  # else it is the trace of a crash
-                done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
-            _move(run, name, files, done)
+    ever = {p.path: p.sha256 for r in chain.records for p in r.parts}
+    places = {name: place_of_part(name) for name in part_names(run)}
+    strays = {name: place[1] for name, place in places.items() if place is not None and place[0] == rank and name not in ever}
+    # The next number may be the trace of a crash; a higher one shows that records are gone.
+    short = not chain.records or max(strays.values(), default=0) > len(chain.records)
+    for name, number in strays.items():
+        if short and number >= len(chain.records) and not _is_copy(run / name, set(ever.values())):
+            done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
+        _move(run, name, files, done)
+
+
+def _is_copy(file: Path, known: set[str]) -> bool:
+    return file.is_file() and not file.is_symlink() and hashlib.sha256(file.read_bytes()).hexdigest() in known
 
 
 def _mend_about(run: Path, run_id: str | None, files: Files, done: Repair) -> None:

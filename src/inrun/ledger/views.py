@@ -164,8 +164,8 @@ class Books:
         """Make the table ``scored``: one row per validation set, sample and step bucket.
 
         Columns: validation, sample_id, bucket, score, pushes (the sum over uses), standard_error, times_used, first_step,
-        last_step. The folds of a set become columns, added in their order, so that no bit depends on how rows come out of a hash table.
-        Samples are taken a part at a time where they are many: a hash table that has to go to disk may fail.
+        last_step. The folds of a set become columns, added in their order, so that no bit depends on how a hash table
+        gives its rows. Samples are taken a part at a time where they are many: a hash table that has to go to disk may fail.
         """
         self.connection.execute(f"CREATE TEMP TABLE scored ({SCORED})")
         single = [labels[0] for labels in sets.values() if len(labels) == 1]
@@ -241,6 +241,7 @@ def open_books(source: LedgerReader | str | Path, memory_limit: str | None = Non
             "threads": 1,
             "memory_limit": memory_limit or MEMORY_LIMIT,
             "temp_directory": folder,
+            "enable_progress_bar": False,  # it would be drawn on standard output, into JSON and CSV
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         }
@@ -249,8 +250,8 @@ def open_books(source: LedgerReader | str | Path, memory_limit: str | None = Non
             yield Books(reader, connection)
         except duckdb.OutOfMemoryException as error:
             raise LedgerError(
-                f"{str(reader.path)!r}: the question needs more than {memory_limit or MEMORY_LIMIT} of memory, or more room than there "
-                f"is for temporary files in {tempfile.gettempdir()!r}; ask for fewer validation sets or stages at a time"
+                f"{str(reader.path)!r}: the question needs more than {memory_limit or MEMORY_LIMIT} of memory, or more room than "
+                f"there is for temporary files in {tempfile.gettempdir()!r}; ask for fewer validation sets or stages at a time"
             ) from error
         except duckdb.Error as error:
             first = (str(error).splitlines() or ["?"])[0]
