@@ -299,6 +299,14 @@ def test_one_bad_line_costs_one_record_and_no_mark(books, copy) -> None:
     assert (copy / "damaged" / "contributions-r0-000004.parquet").exists()
 
 
+def test_a_bad_last_line_costs_no_mark_either(books, copy) -> None:
+    """The head knows its hash."""
+    put(copy, [*lines_of(copy)[:-1], lines_of(copy)[-1].replace(b"flush", b"flash")])
+    assert sorted(repair(copy, QuickFiles()).lost) == [("accounts", STEPS - 1, STEPS - 1), ("contributions", STEPS - 1, STEPS - 1)]
+    Ledger.resume(copy, books[1], files=QuickFiles()).close()
+    assert read(copy)[0] == [r for r in books[2][0] if r[0] != STEPS - 1]
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_changes_nothing_is_harmless(books, copy, name: str) -> None:
     HARMLESS[name](copy)

@@ -152,8 +152,9 @@ def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
     synced = read_head(run, rank)
     places = [place_of_part(name) for name in part_names(run)]
     most = max([p[1] for p in places if p is not None and p[0] == rank and p[1] < MOST_RECORDS], default=0)
-    known = salvage(data, rank, synced if isinstance(synced, tuple) else None, most)
-    records = _close_gaps(run, rank, known)
+    last = synced if isinstance(synced, tuple) else None
+    known = salvage(data, rank, last, most)
+    records = _close_gaps(run, rank, known, last)
     lost = sorted(set(range(max(known, default=-1) + 1)) - {r.number for r in records if r.kind != "gap"})
     if lost:
         done.notes.append(f"records {_ranges(lost)} of the manifest of rank {rank} are lost")
@@ -202,7 +203,7 @@ def salvage(data: bytes, rank: int, head: tuple[int, str] | None, most: int) -> 
     return dict(sorted(found.items()))
 
 
-def _close_gaps(run: Path, rank: int, known: dict[int, Record | None]) -> list[Record]:
+def _close_gaps(run: Path, rank: int, known: dict[int, Record | None], head: tuple[int, str] | None) -> list[Record]:
     """Return a chain of the known records; where one is lost, a record that stands for it, or the end.
 
     Only a lost ``flush`` or ``samples`` record, known by the files it counted, can be stood in for. Another one may have been a
@@ -216,7 +217,8 @@ def _close_gaps(run: Path, rank: int, known: dict[int, Record | None]) -> list[R
         if record is not None and record.previous == link:
             made.append(record)
             continue
-        more = {} if after is None else {"stands_for": after.previous}
+        said = after.previous if after is not None else head[1] if head is not None and head[0] == number else None
+        more = {} if said is None else {"stands_for": said}
         if number == 0:
             begin = _begin_anew(run)
             if begin is None:

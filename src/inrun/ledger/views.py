@@ -241,12 +241,12 @@ def open_books(source: LedgerReader | str | Path, memory_limit: str | None = Non
             "threads": 1,
             "memory_limit": memory_limit or MEMORY_LIMIT,
             "temp_directory": folder,
-            "enable_progress_bar": False,  # it would be drawn on standard output, into JSON and CSV
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
         }
         connection = duckdb.connect(":memory:", config=config)
         try:
+            connection.execute("SET enable_progress_bar = false")  # it would be drawn on standard output, into JSON and CSV
             yield Books(reader, connection)
         except duckdb.OutOfMemoryException as error:
             raise LedgerError(
