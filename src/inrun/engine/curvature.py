@@ -35,10 +35,11 @@ def bent_by_differences(
     moving: list[Scored],
     move: dict[nn.Parameter, Tensor],
     step: int,
+    shorter: float = 1.0,
 ) -> tuple[Gradients, Gradients, float]:
     """Return ∇ℓ + ½H·d with H·d = (∇ℓ(w + hd) − ∇ℓ(w − hd)) / 2h, ∇ℓ itself, and h.
 
-    The step h balances rounding (precision / h) against the curvature of the Hessian (h²).
+    The step h balances rounding (precision / h) against the curvature of the Hessian (h²), times ``shorter``.
     """
     plain = own(validation.gradients(parameters, step))
     bent = own(plain)
@@ -46,7 +47,7 @@ def bent_by_differences(
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    h = precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
+    h = shorter * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
     for sign in (1.0, -1.0):
         with moves.at(moving, move, sign * h):
             there = validation.gradients(parameters, step)
@@ -71,16 +72,18 @@ def check_hessian(
     bent, plain, h = bent_by_differences(validation, moves, parameters, moving, move, step)
     if h == 0.0:
         return False
-    triples = [
-        (a, b, c)
-        for a, b, c in zip(found.raw, bent.raw, plain.raw, strict=True)
-        if a is not None and b is not None and c is not None
+    coarse = bent_by_differences(validation, moves, parameters, moving, move, step, shorter=2.0)[0]
+    quads = [
+        (a, b, c, d)
+        for a, b, c, d in zip(found.raw, bent.raw, plain.raw, coarse.raw, strict=True)
+        if a is not None and b is not None and c is not None and d is not None
     ]
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    off = _norm([a - b for a, b, _ in triples])
-    bend, slope = _norm([b - c for _, b, c in triples]), _norm([c for _, _, c in triples])
-    # Differences are exact to a few per cent where the Hessian turns, and to rounding of the gradients.
-    if off > 0.1 * bend + 64 * precision * slope / h:
+    off = _norm([a - b for a, b, _, _ in quads])
+    bend, slope = _norm([b - c for _, b, c, _ in quads]), _norm([c for _, _, c, _ in quads])
+    # How far differences are to be trusted: what twice the step changes, and the rounding of the gradients.
+    doubt = _norm([b - d for _, b, _, d in quads])
+    if off > 0.1 * bend + 2.0 * doubt + 64 * precision * slope / h:
         raise ValidationError(
             f"the Hessian product of the validation loss is off by {off / max(bend, 1e-300):.0%} from central differences: some "
             'function in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '
