@@ -39,7 +39,8 @@ def bent_by_differences(
 ) -> tuple[Gradients, Gradients, float]:
     """Return ∇ℓ + ½H·d with H·d = (∇ℓ(w + hd) − ∇ℓ(w − hd)) / 2h, ∇ℓ itself, and h.
 
-    The step h balances rounding (precision / h) against the curvature of the Hessian (h²), times ``shorter``.
+    The step h balances rounding (precision / h) against the curvature of the Hessian (h²), times ``shorter``. The 1/32 was
+    found on small GPTs: weights of scale 0.02 turn the Hessian within a much shorter way than their norm suggests.
     """
     plain = own(validation.gradients(parameters, step))
     bent = own(plain)
@@ -47,7 +48,7 @@ def bent_by_differences(
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    h = shorter * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
+    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
     for sign in (1.0, -1.0):
         with moves.at(moving, move, sign * h):
             there = validation.gradients(parameters, step)
@@ -83,7 +84,9 @@ def check_hessian(
     bend, slope = _norm([b - c for _, b, c, _ in quads]), _norm([c for _, _, c, _ in quads])
     # How far differences are to be trusted: what twice the step changes, and the rounding of the gradients.
     doubt = _norm([b - d for _, b, _, d in quads])
-    if off > 0.1 * bend + 2.0 * doubt + 64 * precision * slope / h:
+    if doubt > 0.3 * bend:
+        return True  # they cannot tell
+    if off > 0.25 * bend + 3.0 * doubt + 64 * precision * slope / h:
         raise ValidationError(
             f"the Hessian product of the validation loss is off by {off / max(bend, 1e-300):.0%} from central differences: some "
             'function in it has no true second derivative (a custom autograd function, perhaps). Take hessian="differences", or '

@@ -71,9 +71,13 @@ class Record:
         return {**fixed, "previous": self.previous, "parts": parts, "more": self.more}
 
     @cached_property
+    def _bytes(self) -> bytes:
+        return _canonical(self.body())
+
+    @cached_property
     def hash(self) -> str:
         """Return the hash of its content."""
-        return hashlib.sha256(_canonical(self.body())).hexdigest()
+        return hashlib.sha256(self._bytes).hexdigest()
 
     @property
     def link(self) -> str:
@@ -82,7 +86,8 @@ class Record:
 
     def line(self) -> bytes:
         """Return the line of the file."""
-        return _canonical({**self.body(), "hash": self.hash}) + b"\n"
+        place = self._bytes.index(b',"kind":')  # keys are sorted: the hash comes after at_step
+        return b'%s,"hash":"%s"%s\n' % (self._bytes[:place], self.hash.encode(), self._bytes[place:])
 
 
 def _canonical(data: dict[str, Any]) -> bytes:

@@ -70,18 +70,17 @@ class Verification:
 def verify(path: str | Path) -> Verification:
     """Check a run; LedgerError only if there is none. A writer may be at work."""
     for _ in range(5):
-        before = _ends(Path(path))
-        found = _verify(Path(path))
-        if found.good or _ends(Path(path)) == before:  # else a resume may have removed parts meanwhile
+        found, chains = _verify(Path(path))
+        if found.good or _ends(survey(Path(path))[0]) == _ends(chains):  # else a resume may have removed parts meanwhile
             break
     return found
 
 
-def _ends(run: Path) -> list[tuple[int, str]]:
-    return [(chain.rank, chain.last_hash) for chain in survey(run)[0]]
+def _ends(chains: list[Chain]) -> list[tuple[int, str]]:
+    return [(chain.rank, chain.last_hash) for chain in chains]
 
 
-def _verify(run: Path) -> Verification:
+def _verify(run: Path) -> tuple[Verification, list[Chain]]:
     found = Verification(str(run))
     found.problems += [Problem(n, "it is a link; the folders of a run are inside of it") for n in _links(run)]
     names = part_names(run)  # before the records: a writer may be at work
@@ -106,7 +105,7 @@ def _verify(run: Path) -> Verification:
                 counted[part.path] = chain.rank
                 _check_part(run, part, chain.rank, found)
     _look_around(run, chains, names, set(counted), found)
-    return found
+    return found, chains
 
 
 def _links(run: Path) -> list[str]:
