@@ -106,7 +106,7 @@ def test_no_bit_flip_goes_unseen(books, count: int) -> None:
             seen["parts" if file.suffix == ".parquet" else "other"] += 1
             if file.suffix == ".parquet":
                 assert {p.part for p in found.problems} == {str(file.relative_to(run))}
-            if k % 10 == 0:  # the reader may or may not see it; it never fails in its own words
+            if k % 20 == 0:  # the reader may or may not see it; it never fails in its own words
                 try:
                     read(run)
                 except LedgerError as error:
@@ -318,7 +318,7 @@ def test_what_changes_nothing_is_harmless(books, copy, name: str) -> None:
     assert read(copy) == books[2]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_repair_after_random_damage_keeps_the_rest(books, tmp_path, count: int) -> None:
     """One to three random flips or cuts anywhere: what is left is exactly what is not named as lost."""
     rng = random.Random(count)

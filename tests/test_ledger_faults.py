@@ -209,13 +209,13 @@ def violation(path: Path, promise: Promise, ranks: int, rng: random.Random, make
             if not check.good:
                 return f"verify takes a crash for damage: {check.problems[0]}"
         mark, done = rng.choice(marks)
-        layer = files or QuickFiles()
+        layer, rows = files or QuickFiles(), rng.choice([10, 10**6, 10**6])
         for rank in range(ranks):
             if begun:
-                options = {"rank": rank, "world_size": ranks, "flush_every": 10, "files": layer}
+                options = {"rank": rank, "world_size": ranks, "flush_every": rows, "files": layer}
                 ledger = make.resume(path, mark, **options)
             else:
-                ledger = make(path, rank=rank, flush_every=10, files=layer)
+                ledger = make(path, rank=rank, flush_every=rows, files=layer)
                 mark, done = None, 0
             for k, item in items[done:]:
                 if k == rank:
@@ -254,7 +254,7 @@ def states(moments: list[tuple[Moment, Promise]], folder: Path, modes: list[str]
             seed += 1
 
 
-MODES = ["lost", "kept", "names", "random", "random"]
+MODES = ["lost", "names", "random", "random"]
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ MODES = ["lost", "kept", "names", "random", "random"]
     [
         pytest.param(1, MODES, 1, id="one rank"),
         pytest.param(2, ["random"], 3, id="two ranks"),
-        pytest.param(1, MODES + ["random"] * 40, 1, marks=pytest.mark.slow, id="one rank, more states"),
-        pytest.param(2, MODES + ["random"] * 20, 1, marks=pytest.mark.slow, id="two ranks, more states"),
+        pytest.param(1, [*MODES, "kept"] + ["random"] * 40, 1, marks=pytest.mark.slow, id="one rank, more states"),
+        pytest.param(2, [*MODES, "kept"] + ["random"] * 20, 1, marks=pytest.mark.slow, id="two ranks, more states"),
     ],
 )
 def test_a_power_cut_at_any_moment_leaves_a_prefix(quick_path, ranks: int, modes: list[str], every: int) -> None:
@@ -273,10 +273,10 @@ def test_a_power_cut_at_any_moment_leaves_a_prefix(quick_path, ranks: int, modes
         wrong = violation(folder / "a" / "run", promise, ranks, rng)
         assert wrong is None, f"{name}: {wrong}"
         count += 1
-    assert count == len(moments) * len(modes) >= (1000 if ranks == 1 else 100)
+    assert count == len(moments) * len(modes) >= (800 if ranks == 1 else 100)
 
 
-@pytest.mark.parametrize("pairs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [100, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_second_power_cut_while_going_on(quick_path, pairs: int) -> None:
     tmp_path = quick_path
     moments = moments_of(tmp_path, 1)
@@ -359,7 +359,7 @@ class InPlace(Ledger):
 def test_control_naive_writers_fail_the_same_checker(quick_path, make, layer) -> None:
     tmp_path = quick_path
     wrong = 0
-    for _, folder, promise, rng in states(moments_of(tmp_path, 1, make, layer), tmp_path, MODES, seed=1):
+    for _, folder, promise, rng in states(moments_of(tmp_path, 1, make, layer)[40:], tmp_path, MODES, seed=1):
         wrong += violation(folder / "a" / "run", promise, 1, rng) is not None
         if wrong >= 10:
             return

@@ -157,5 +157,5 @@ def checked(examples: int):
     return Checked
 
 
-TestBooks = checked(35)
+TestBooks = checked(30)
 TestBooksLong = pytest.mark.slow(checked(1000))

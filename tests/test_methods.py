@@ -576,7 +576,9 @@ def test_half_precision_weights() -> None:
     model = tiny(dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = batch(2, 99)
-    with inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, rows).float(), method="midpoint", audit_every=1) as accountant:
+    with inrun.Accountant(
+        model, optimizer, lambda m: next_token_loss(m, rows).float(), method="midpoint", audit_every=1
+    ) as accountant:
         for step in range(4):
             account = train_step(accountant, model, optimizer, batch(4, step)).accounts["validation"]
         assert math.isfinite(account.data)
@@ -607,6 +609,8 @@ def test_parameters_without_gradient_do_not_move() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 account = accountant.last.accounts["validation"]
-                assert account.data + account.optimizer + account.residual == pytest.approx(account.loss_before - account.loss_after)
+                assert account.data + account.optimizer + account.residual == pytest.approx(
+                    account.loss_before - account.loss_after
+                )
                 if method == "midpoint" and step >= 3:
                     assert abs(account.residual) < 0.1 * account.spread

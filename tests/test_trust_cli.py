@@ -15,7 +15,11 @@ from inrun.ledger import Ledger, StepRecord
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from inrun.cli.main import main; main()", *args], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", "from inrun.cli.main import main; main()", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
