@@ -58,6 +58,8 @@ from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 log = logging.getLogger("inrun")
 #: The version of the layout; a reader refuses newer ones.
 SCHEMA = 1
+#: How often a reader looks again when a writer resumed under it: all but the last time False.
+TRIES = (*[False] * 20, True)
 #: Rows that are held in memory at most, whatever ``flush_every`` says.
 MOST_ROWS = 1_000_000
 #: Bytes of a part from which reading it in several threads pays.
@@ -97,7 +99,7 @@ class LedgerReader:
 
     def parts(self, table: str) -> list[Part]:
         """Return the parts of a table that count, in the order they were written, rank by rank."""
-        for last in (False, False, True):
+        for last in TRIES:
             found = self._recorded(table)
             for part in found:
                 state = _state(self.path, part)
@@ -121,7 +123,7 @@ class LedgerReader:
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
     def _load(self, table: str) -> list[pa.Table]:
-        for last in (False, False, True):
+        for last in TRIES:
             files = self.files(table)
             try:
                 return [_read_part(table, file) for file in files]

@@ -50,7 +50,7 @@ class Repair:
 
     path: str
     moved: list[str] = field(default_factory=list)
-    #: (table, first step, last step) that are lost.
+    #: (table, first step, last step) that are lost; None for samples, and where record and part are both damaged.
     lost: list[tuple[str, int | None, int | None]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -64,12 +64,15 @@ class Repair:
             return f"{self.path}: nothing to repair"
         lines = [f"{self.path}: {len(self.moved)} files set aside in {ASIDE}/"]
         lines += [f"  {name}" for name in self.moved]
-        lines += [
-            f"  lost: {table} of steps {first} to {last}" if first is not None else f"  lost: {table}"
-            for table, first, last in self.lost
-        ]
+        lines += [f"  lost: {_title(*part)}" for part in self.lost]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _title(table: str, first: int | None, last: int | None) -> str:
+    if first is not None:
+        return f"{table} of steps {first} to {last}"
+    return table if table == "samples" else f"{table} of unknown steps (both the record and the part are damaged)"
 
 
 def repair(path: str | Path, files: Files | None = None) -> Repair:
@@ -175,7 +178,9 @@ def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
         place = place_of_part(name)
         if place is not None and place[0] == rank and name not in kept:
             part = told.get(name)
-            if place[1] in known or not known:  # else it is the trace of a crash
+            # Only where the head vouches for the last record is the next number the trace of a crash; else it may be a loss.
+            crash = last is not None and last[0] <= max(known, default=-1) and place[1] == max(known, default=-1) + 1
+            if not crash:
                 steps = _steps_of(run / name) if part is None else (part.first_step, part.last_step)
                 done.lost.append((name.split("/", 1)[0], *steps))
             _move(run, name, files, done)
@@ -220,7 +225,7 @@ def _close_gaps(run: Path, rank: int, known: dict[int, Record | None], head: tup
         said = after.previous if after is not None else head[1] if head is not None and head[0] == number else None
         more = {} if said is None else {"stands_for": said}
         if number == 0:
-            begin = _begin_anew(run)
+            begin = _begin_anew(run, after)
             if begin is None:
                 return []
             made.append(Record(0, "begin", rank, 0, "", (), {**begin, **more}))
@@ -231,13 +236,17 @@ def _close_gaps(run: Path, rank: int, known: dict[int, Record | None], head: tup
     return made
 
 
-def _begin_anew(run: Path) -> dict[str, Any] | None:
+def _begin_anew(run: Path, after: Record | None) -> dict[str, Any] | None:
+    """Return what the first record says: by ``run.json``, by another rank, or with a new id if the next record is whole."""
     try:
         about = read_about(run)
+        digest = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
+        return {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
     except LedgerError:
+        others = [c.records[0].more.get("run_id") for c in _begun(run)]
+    if not others and after is None:
         return None
-    digest = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
-    return {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
+    return {"run_id": others[0] if others else f"unknown-{str(after and after.previous)[:8]}", "run_json": ""}
 
 
 def _ranges(numbers: list[int]) -> str:
