@@ -69,7 +69,7 @@ class Verification:
 
 def verify(path: str | Path) -> Verification:
     """Check a run; LedgerError only if there is none. A writer may be at work."""
-    for _ in range(5):
+    for _ in range(20):
         found, chains = _verify(Path(path))
         if found.good or _ends(survey(Path(path))[0]) == _ends(chains):  # else a resume may have removed parts meanwhile
             break
