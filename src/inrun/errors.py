@@ -49,3 +49,11 @@ class DeferredMemoryError(InrunError):
 
 class LedgerError(InrunError):
     """The ledger cannot be opened or written."""
+
+
+class TrainingError(InrunError):
+    """A run of ``inrun train`` cannot begin, go on or be resumed."""
+
+
+class DataError(InrunError, ValueError):
+    """Training data that cannot be read, or a token store that is damaged."""
