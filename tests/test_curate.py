@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.ledger import Ledger, StepRecord
-from inrun.ledger.curate import curate, parse_rule
+from inrun.ledger.curate import curate
+from inrun.ledger.rules import parse_rule
 from inrun.ledger.shares import parse_pool, shares, split
 
 HOSTILE = "\x1b[31m=cmd()\u202e|<b>\n\x00\u2028"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import inrun
+from inrun.engine.watch import norm_of
 from inrun.errors import CoverageError, OptimizerError, RowOwnershipError, StepError
 from inrun.training.gpt import next_token_loss
 from reference import contributions, gradients, relative_error, sample_gradients, secant_gain, sgd_gain
@@ -469,3 +470,15 @@ def test_a_loss_scaler_does_not_scale_the_scores(kind: str, method: str) -> None
                     optimizer.zero_grad()
             found.append(accountant.last.contributions["validation"])
     assert relative_error(found[1], found[0]) < 1e-4
+
+
+def test_a_large_weight_is_not_taken_for_a_changed_gradient():
+    # torch's norm of three million entries of mixed size is off by 1e-4: more than what tells one factor from another change.
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(3072, 1024, generator=generator) * torch.logspace(-4, 0, 1024)
+    truth = float(gradient.double().norm())
+    assert abs(float(norm_of(gradient)) / truth - 1) < 1e-6
+    assert abs(float(torch.linalg.vector_norm(gradient)) / truth - 1) > 1e-5  # the control: why it is not enough
+    for shape in ((), (1,), (1023,), (1024,), (1025,), (3, 1024, 1024), (0,)):
+        some = torch.randn(shape, generator=generator)
+        assert torch.allclose(norm_of(some), some.double().norm().float(), rtol=1e-6)

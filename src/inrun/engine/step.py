@@ -25,6 +25,7 @@ from inrun.engine.directions import Timing
 from inrun.engine.ids import check_ids
 from inrun.engine.sites import Scored
 from inrun.engine.validation import Column
+from inrun.engine.watch import norm_of
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
 from inrun.layers import FallbackRule, KeptRowSums
 from inrun.layers.embedding import KeptRows
@@ -340,7 +341,7 @@ class Step:
         used = a.directions.used_gradient(s)
         total = torch.stack([kept.total() for kept in kepts]).sum(0).to(used.dtype)
         before = float(a.watch.seen[s.parameter].norm)
-        if abs(float(torch.linalg.vector_norm(total)) - before) > 1e-3 * before:
+        if abs(float(norm_of(total)) - before) > 1e-3 * before:
             raise ConservationError(
                 f"at step {a.steps_done} the samples' gradients of {s.name} do not add up to its gradient: some of it flows "
                 "through no sample's rows (a penalty on the weights in the loss, a weight multiplied outside its module)"
