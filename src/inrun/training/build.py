@@ -1,9 +1,10 @@
 """Tokenising a corpus into files, so that a process killed at any moment can be followed by one that goes on.
 
-A store is built in a folder of its own, ``<fingerprint>.building``. ``tokens.bin`` and ``offsets.bin`` only grow; what is known about
-the documents goes into numbered parts. Every so many characters all of it is synced, and then ``progress.json`` is replaced: it
-says how much of each file counts, and how far reading has come. Who finds the folder cuts the files back to what counts and goes on.
-Batches and commits fall at places that the data alone decides, so the result is the same bytes however often the work was broken off.
+A store is built in a folder of its own, ``<fingerprint>.building``. ``tokens.bin`` and ``offsets.bin`` only grow; what is known
+about the documents goes into numbered parts. Every so many characters all of it is synced, and then ``progress.json`` is
+replaced: it says how much of each file counts, and how far reading has come. Who finds the folder cuts the files back to what
+counts and goes on. Batches and commits fall at places that the data alone decides, so the result is the same bytes however
+often the work was broken off.
 """
 
 from __future__ import annotations

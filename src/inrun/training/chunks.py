@@ -50,7 +50,7 @@ class Chunks:
         if documents is None:
             return np.arange(self.total, dtype=np.int64)
         chosen = np.unique(np.asarray(documents, np.int64))
-        if len(chosen) and not (0 <= chosen[0] and chosen[-1] < self.store.count):
+        if len(chosen) and not (chosen[0] >= 0 and chosen[-1] < self.store.count):
             raise ConfigurationError(f"documents are numbered 0 to {self.store.count - 1}; {chosen[0]} to {chosen[-1]} were chosen")
         marked = np.zeros(self.store.count, bool)
         marked[chosen] = True
@@ -65,7 +65,7 @@ class Chunks:
         found = np.asarray(ids)
         if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
             raise IdsError(f"chunk ids have shape {list(found.shape)} and type {found.dtype}; accepted are integers, [n]")
-        if found.size and not (0 <= found.min() and found.max() < self.total):
+        if found.size and not (found.min() >= 0 and found.max() < self.total):
             raise IdsError(f"chunks are numbered 0 to {self.total - 1}; {found.min()} to {found.max()} were asked for")
         return np.searchsorted(self._first, found.astype(np.int64), side="right") - 1
 
@@ -101,7 +101,7 @@ class Chunks:
             tokenizer: Decodes the texts; the store's own by default.
 
         Returns:
-            sample_id, document (its id), chunk (its number in the document), domain, source, owner, tokens, text (first 400 characters).
+            sample_id, document (its id), chunk (its number in the document), domain, source, owner, tokens, text (400 characters).
         """
         chosen = self.ids if ids is None else np.asarray(ids, np.int64)
         documents = self.document_of(chosen)

