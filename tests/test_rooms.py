@@ -19,11 +19,12 @@ ALLOWED = {
     "truth": {"truth", "errors"},
     "fidelity": {"fidelity", "engine", "truth", "errors"},
     "ledger": {"ledger", "errors"},
+    "report": {"report", "ledger", "errors"},
     "training": {"training", "engine", "ledger", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "engine", "errors"},
     "bench": {"bench", "engine", "layers", "training", "errors"},
 }
-NO_TORCH = {"ledger"}
+NO_TORCH = {"ledger", "report"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -10,6 +10,8 @@ import click
 
 from inrun import __version__
 from inrun.cli.ledger_commands import add_commands as add_ledger_commands
+from inrun.cli.report_command import add_commands as add_report_command
+from inrun.cli.train_commands import add_commands as add_train_commands
 from inrun.cli.trust_commands import add_commands as add_trust_commands
 from inrun.errors import ConfigurationError, InrunError
 
@@ -151,8 +153,10 @@ def demo(epochs: int, as_json: bool) -> None:
         print_story(result)
 
 
+add_train_commands(cli)
 add_ledger_commands(cli)
 add_trust_commands(cli)
+add_report_command(cli)
 
 
 def main() -> None:

@@ -1,0 +1,125 @@
+"""What the page says about the run itself: its state, how it was scored, how to cite it, what to do next."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+from pathlib import Path
+from typing import Any
+
+from inrun.ledger import SIGN, UNIT
+from inrun.report.text import one_line
+
+#: Keys of run.json that the page shows in its own words, or not at all.
+_TOLD = {"schema", "run_id", "sign", "unit", "method", "update", "model", "software", "validation", "coverage"}
+#: Lines of run.json that are shown.
+MOST_FACTS = 30
+
+METHODS = {
+    "first": "first order: the validation gradient before the step",
+    "lookahead": "first order, seen from where momentum and decay carry the weights",
+    "second": "second order: the validation gradient, bent by its curvature along the step",
+    "midpoint": "the validation gradient in the middle of the data's part of the step; an error of third order",
+}
+UPDATES = {
+    "sgd": "as if the optimizer were plain SGD (the paper's proxy)",
+    "frozen": "the optimizer's own rule, with its state as it stood before the step",
+    "secant": "every sample's share of the move that the optimizer really made",
+}
+PAPER = """@inproceedings{wang2025data,
+  title     = {Data Shapley in One Training Run},
+  author    = {Wang, Jiachen T. and Mittal, Prateek and Song, Dawn and Jia, Ruoxi},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2025}
+}"""
+
+
+def writer_at_work(run: Path) -> bool | None:
+    """Say whether a process is writing to the run; None if one left without closing the books (killed, or elsewhere)."""
+    state: bool | None = False
+    for path in sorted(run.glob("lock-r*")):
+        try:
+            holder = json.loads(path.read_text(encoding="utf-8") or "{}")
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(holder, dict) or not holder:
+            continue
+        if holder.get("host") != platform.node() or _alive(holder.get("pid")):
+            return True
+        state = None
+    return state
+
+
+def _alive(pid: object) -> bool:
+    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def facts(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what ``run.json`` says, as rows of name and text."""
+    method, update = str(about.get("method", "?")), str(about.get("update", "?"))
+    rows = [
+        ("Method", _explained(method, METHODS)),
+        ("Update", _explained(update, UPDATES)),
+        ("Sign", str(about.get("sign", SIGN))),
+        ("Unit", str(about.get("unit", UNIT))),
+        ("Model", str(about.get("model", "not recorded"))),
+    ]
+    if "coverage" in about:
+        rows.append(("Parameters scored", _value(about["coverage"])))
+    rows += [(key.replace("_", " ").capitalize(), _value(value)) for key, value in about.items() if key not in _TOLD]
+    rows.append(("Software", _value(about.get("software", "not recorded"))))
+    rows.append(("Run", str(about.get("run_id", "not recorded"))))
+    return [(one_line(name, 60), one_line(text, 300)) for name, text in rows[:MOST_FACTS]]
+
+
+def _explained(name: str, known: dict[str, str]) -> str:
+    return f"{name}: {known[name]}" if name in known else name
+
+
+def _value(value: Any) -> str:
+    """Return a value of run.json for people."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_value(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(_value(v) for v in value[:12]) + (f" and {len(value) - 12} more" if len(value) > 12 else "")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def citation(about: dict[str, Any]) -> str:
+    """Return BibTeX for the software that scored the run."""
+    software = about.get("software")
+    version = one_line(software.get("inrun", "?"), 40) if isinstance(software, dict) else "?"
+    method, update = (one_line(about.get(key, "?"), 40) for key in ("method", "update"))
+    return f"""@software{{inrun,
+  title   = {{inrun: what every training sample was worth, while you train}},
+  version = {{{version}}},
+  note    = {{In-Run Data Shapley, method {method}, update {update}}}
+}}"""
+
+
+def next_commands(run: str, columns: list[str], sets: list[str]) -> list[tuple[str, str]]:
+    """Return commands that go on from here, each with what it does."""
+    path = shlex.quote(run)
+    found = [(f"inrun curate {path} --out curated", "write the samples to keep and those to drop, with a card")]
+    if columns:
+        found.append((f"inrun groups {path} --by {shlex.quote(columns[0])} --stages 20 --csv", "these tables, as CSV"))
+    owner = next((c for c in ("owner", "source") if c in columns), None)
+    if owner and sets:
+        chosen = f" -v {shlex.quote(sets[0])}" if len(sets) > 1 else ""
+        found.append((f"inrun shares {path} --by {owner} --pool 10000{chosen}", "split a pool of money by contribution"))
+    found.append((f"inrun scores {path} --all --csv", "every score"))
+    found.append((f"inrun audit {path}", "the books in full"))
+    found.append((f"inrun verify {path}", "check every file against its checksum"))
+    return found

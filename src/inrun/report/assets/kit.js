@@ -1,0 +1,61 @@
+"use strict";
+// Small things that everything else is made of. Text reaches the page by textContent only.
+const data = JSON.parse(document.getElementById("data").textContent);
+const state = { set: 0, column: 0, measure: "share", span: "cumulative", end: "top", group: "", query: "", count: 10 };
+const byId = (id) => document.getElementById(id);
+
+function make(tag, options = {}, ...children) {
+  const element = document.createElement(tag);
+  const { text, ...attributes } = options;
+  if (text !== undefined) element.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+// Numbers for people: three digits, a real minus, and a sign where it matters.
+function number(value, sign = false) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  let text;
+  if (size < 1e-4 || size >= 1e6) text = size.toExponential(2).replace("e+", "e");
+  else text = size >= 100 ? size.toFixed(0) : String(Number(size.toPrecision(3)));
+  if (size < 1 && size >= 1e-4) text = size.toPrecision(3);
+  return (value < 0 ? "−" : sign ? "+" : "") + text.replace("-", "−");
+}
+const whole = (value) => value.toLocaleString("en-US");
+function percent(value) {
+  if (value === null || value === undefined || !isFinite(value)) return "–";
+  const shown = 100 * value;
+  return `${shown.toFixed(Math.abs(shown) < 10 && shown !== 0 ? 1 : 0)} %`.replace("-", "−");
+}
+const mood = (value) => (value < 0 ? "bad" : value > 0 ? "good" : "");
+
+// Plotly reads a little HTML and entities in labels; escaped text comes out as it was.
+const MOST_LABEL = 32;
+function label(text) {
+  const cut = text.length > MOST_LABEL ? text.slice(0, MOST_LABEL - 1) + "…" : text;
+  return cut.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+}
+
+// Colours: Okabe and Ito's palette, with a last grey for what is gathered; told apart with any kind of colour vision.
+const PALETTES = {
+  light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#3d4a5c", "#b5a100"],
+  dark: ["#4aa3df", "#f0b429", "#2fbf94", "#e29cc2", "#8fd0f5", "#f0803c", "#c9d2dc", "#e3d54a"],
+};
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash"];
+const OTHER = { light: "#9aa5b1", dark: "#66727f" };
+const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
+const mode = () => (isDark() ? "dark" : "light");
+const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+function colour(place, grouping) {
+  const gathered = grouping !== undefined && place >= grouping.colours;
+  return gathered || place >= 8 ? OTHER[mode()] : PALETTES[mode()][place];
+}
+
+function swatch(fill, line = false) {
+  const element = make("span", { class: line ? "swatch line" : "swatch", "aria-hidden": "true" });
+  element.style.backgroundColor = fill;
+  return element;
+}

@@ -1,0 +1,83 @@
+// The switches, and what each of them changes.
+function everything() {
+  if (byId("loss-chart")) { drawLoss(); drawBooks(); }
+  if (byId("spread-chart")) drawSpread();
+  if (data.groupings.length) { drawStages(); drawGroups(); drawHeat(); }
+  drawAgreement();
+  if (byId("samples-list")) drawSamples();
+  drawTwins();
+}
+
+function onSet(value) {
+  state.set = value;
+  state.count = PAGE;
+  for (const element of document.querySelectorAll(".of-set")) element.hidden = Number(element.dataset.set) !== value;
+  everything();
+}
+
+function onColumn(value) {
+  state.column = value;
+  for (const element of document.querySelectorAll(".column-name")) element.textContent = data.groupings[value].column;
+  fillGroups();
+  drawStages(); drawGroups(); drawHeat(); drawSamples(); drawTwins();
+}
+
+function onTheme(value) {
+  if (value === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = value;
+  try {
+    if (value === "auto") localStorage.removeItem("inrun-theme");
+    else localStorage.setItem("inrun-theme", value);
+  } catch (error) { /* storage may be forbidden on file:// */ }
+  everything();
+}
+
+function listen(id, event, act) {
+  const element = byId(id);
+  if (element) element.addEventListener(event, act);
+}
+
+listen("set", "change", (e) => onSet(Number(e.target.value)));
+listen("column", "change", (e) => onColumn(Number(e.target.value)));
+listen("measure", "change", (e) => { state.measure = e.target.value; drawStages(); });
+listen("span", "change", (e) => { state.span = e.target.value; drawStages(); });
+listen("theme", "change", (e) => onTheme(e.target.value));
+listen("end", "change", (e) => { state.end = e.target.value; state.count = PAGE; drawSamples(); });
+listen("group", "change", (e) => { state.group = e.target.value; state.count = PAGE; drawSamples(); });
+listen("search", "input", (e) => { state.query = e.target.value; state.count = PAGE; drawSamples(); });
+listen("samples-more", "click", () => {
+  const first = state.count;
+  state.count += PAGE;
+  drawSamples();
+  const next = byId("samples-list").children[first];
+  if (next) { next.setAttribute("tabindex", "-1"); next.focus(); }
+});
+
+// On paper: light, and as wide as the sheet.
+let onScreen = null;
+window.addEventListener("beforeprint", () => {
+  onScreen = document.documentElement.dataset.theme ?? "";
+  document.documentElement.dataset.theme = "light";
+  state.count = PAGE * 2;
+  everything();
+  for (const chart of document.querySelectorAll(".js-plotly-plot")) Plotly.relayout(chart, { width: 660, height: 300, autosize: false });
+});
+window.addEventListener("afterprint", () => {
+  if (onScreen === null) return;
+  if (onScreen) document.documentElement.dataset.theme = onScreen;
+  else delete document.documentElement.dataset.theme;
+  onScreen = null;
+  for (const chart of document.querySelectorAll(".js-plotly-plot")) Plotly.relayout(chart, { width: null, height: null, autosize: true });
+  everything();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", everything);
+
+const chosen = document.documentElement.dataset.theme;
+if (chosen) document.querySelector(`#theme input[value="${chosen}"]`).checked = true;
+// Browsers remember what a form held before a reload; the page starts from its own state.
+for (const id of ["set", "column"]) if (byId(id)) byId(id).value = "0";
+if (byId("search")) byId("search").value = "";
+for (const name of ["measure", "span", "end"]) { const first = document.querySelector(`#${name} input`); if (first) first.checked = true; }
+if (data.groupings.length) fillGroups();
+everything();
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,89 @@
+// Samples: the ends of the list, searchable; and copies of one text side by side.
+const PAGE = 10;
+const LONG = 280;
+
+function textOf(sample) {
+  if (sample.t === undefined) return [];
+  const long = sample.t.length > LONG || sample.t.split("\n").length > 5;
+  const box = make("p", { class: long ? "text short" : "text", dir: "auto", text: sample.t });
+  if (!long) return [box];
+  const button = make("button", { type: "button", class: "link", "aria-expanded": "false", text: "Show all of it" });
+  button.addEventListener("click", () => {
+    const open = !box.classList.toggle("short");
+    button.setAttribute("aria-expanded", String(open));
+    button.textContent = open ? "Show less" : "Show all of it";
+  });
+  return [box, button];
+}
+
+const used = (sample) => `used ${sample.u === 1 ? "once" : `${whole(sample.u)} times`}, step${sample.w[0] === sample.w[1] ? ` ${whole(sample.w[0])}` : `s ${whole(sample.w[0])} to ${whole(sample.w[1])}`}`;
+
+function nameOf(sample) {
+  const parts = [make("strong", { text: `sample ${sample.n}` })];
+  if (sample.i !== undefined) parts.push(make("bdi", { text: sample.i }));
+  return parts;
+}
+
+function card(sample, most) {
+  const score = sample.s[state.set];
+  const error = sample.e[state.set];
+  const bar = make("i");
+  bar.style.width = `${((100 * Math.abs(score)) / most).toFixed(1)}%`;
+  bar.style.backgroundColor = token(score < 0 ? "--bad" : "--good");
+  const mark = make("div", { class: "mark" }, make("span", { class: `score ${mood(score)}`, text: number(score, true) }),
+    error === null ? null : make("span", { class: "error", text: `± ${number(error)}` }), make("div", { class: "meter", "aria-hidden": "true" }, bar));
+  const chips = (sample.g ?? []).filter((g) => g !== null).map((g) => make("bdi", { class: "chip", text: g }));
+  const others = data.sets.map((name, k) => [name, sample.s[k], k]).filter(([, value, k]) => k !== state.set && value !== null);
+  const elsewhere = others.length ? make("span", { text: `elsewhere: ${others.slice(0, 4).map(([name, value]) => `${name} ${number(value, true)}`).join(", ")}` }) : null;
+  const who = make("div", { class: "who" }, ...nameOf(sample), ...chips, make("span", { text: used(sample) }), elsewhere);
+  return make("li", { class: "sample" }, mark, make("div", {}, who, ...textOf(sample)));
+}
+
+function matches(sample, query) {
+  if (state.group !== "" && ((sample.g ?? [])[state.column] ?? "") !== state.group.slice(1)) return false;
+  if (!query) return true;
+  return [sample.n, sample.i ?? "", sample.t ?? "", ...(sample.g ?? [])].some((text) => (text ?? "").toLowerCase().includes(query));
+}
+
+function drawSamples() {
+  const list = data.shown[state.end][state.set] ?? [];
+  const samples = list.map((k) => data.shown.samples[k]);
+  const query = state.query.trim().toLowerCase();
+  const found = samples.filter((sample) => matches(sample, query));
+  const most = Math.max(...samples.map((s) => Math.abs(s.s[state.set])), 1e-300);
+  byId("samples-list").replaceChildren(...found.slice(0, state.count).map((sample) => card(sample, most)));
+  const which = state.end === "top" ? "highest" : "lowest";
+  const shown = Math.min(found.length, state.count);
+  byId("samples-count").textContent = found.length === samples.length
+    ? `${shown} of the ${samples.length} ${which} scores for ${data.sets[state.set]}`
+    : `${found.length} of the ${samples.length} ${which} scores match${shown < found.length ? `, ${shown} shown` : ""}`;
+  byId("samples-more").hidden = found.length <= state.count;
+}
+
+// The groups that the shown samples belong to; a leading mark keeps "all" apart from a group without a name.
+function fillGroups() {
+  const select = byId("group");
+  if (!select) return;
+  const names = [...new Set(data.shown.samples.map((s) => (s.g ?? [])[state.column] ?? ""))].sort();
+  select.replaceChildren(make("option", { value: "", text: "all" }), ...names.map((name) => make("option", { value: `=${name}`, text: name || "(no metadata)" })));
+  state.group = "";
+}
+
+function drawTwins() {
+  const place = byId("twins-list");
+  if (!place) return;
+  place.replaceChildren(...data.shown.twins.map(({ count, members }) => {
+    const samples = members.map((k) => data.shown.samples[k]);
+    const judged = samples.some((s) => s.e[state.set] !== null);
+    const rows = samples.map((s) => {
+      const score = s.s[state.set];
+      const who = make("th", { scope: "row" }, ...nameOf(s).flatMap((part) => [part, " "]));
+      const group = (s.g ?? [])[state.column];
+      return make("tr", {}, who, make("td", {}, make("bdi", { text: group ?? "–" })), figure(number(score, true), mood(score)), ...(judged ? [figure(s.e[state.set] === null ? "–" : `± ${number(s.e[state.set])}`)] : []), make("td", { text: used(s) }));
+    });
+    const heads = [{ text: "Copy" }, { text: data.groupings[state.column]?.column ?? "Group" }, { text: `Score, ${data.sets[state.set]}`, num: true }, ...(judged ? [{ text: "Error", num: true }] : []), { text: "Use" }];
+    const more = count > samples.length ? make("p", { class: "fine", text: `and ${whole(count - samples.length)} more copies` }) : null;
+    const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Copies of one text" }, table(heads, rows));
+    return make("div", { class: "twin" }, ...textOf(samples[0]), scroll, more);
+  }));
+}

@@ -1,0 +1,167 @@
+"""Value by a metadata column: over the run for the tables, and over stages of training for the charts. Reads ``scored``."""
+
+# ruff: noqa: S608 - queries are put together from our own pieces; values are bound, column names checked and quoted
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from inrun.ledger.queries import CLEAR
+from inrun.ledger.views import Books, quoted
+from inrun.report.text import digits, one_line
+
+#: Stages of training; groups that get a colour; groups with a row in the tables; columns that can be chosen.
+STAGES, MOST_COLOURS, MOST_ROWS, MOST_COLUMNS = 20, 8, 24, 4
+#: Columns that are offered first, and those that tell samples apart instead of grouping them.
+FAVOURED, NO_GROUPS = ("domain", "source", "owner"), ("sample_id", "id", "text", "preview")
+#: Values beyond which a column that nobody asked for is not offered.
+FEW_VALUES = 60
+NO_METADATA, OTHER = "(no metadata)", "other"
+
+
+@dataclass
+class Grouping:
+    """The samples by one column. Lists per set are in the order of the sets, lists per group in that of ``names``."""
+
+    column: str
+    #: Groups with a row of their own, most weighty first; ``colours`` of them have a colour, the rest is drawn as "other".
+    names: list[str] = field(default_factory=list)
+    colours: int = 0
+    #: Groups beyond those, gathered in the last name.
+    gathered: int = 0
+    #: Per set and group: total, samples, uses, negative, clear (None without folds).
+    whole: list[list[dict[str, Any]]] = field(default_factory=list)
+    #: Per set and coloured group (and "other"): ``total``, ``uses`` and ``new`` (samples used first) per stage.
+    stages: list[list[dict[str, list[Any]]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Equal ranges of steps."""
+
+    first: list[int]
+    last: list[int]
+
+    def sql(self, step: str) -> str:
+        """Return the SQL of a step's stage."""
+        low, count = self.first[0], len(self.first)
+        span = self.last[-1] - low + 1
+        return f"(({step} - {low})::HUGEINT * {count} // {span})::INT"
+
+
+def stages_of(first: int, last: int, count: int = STAGES) -> Stages:
+    """Cut a range of steps into equal stages, never more than there are steps; as ``inrun groups --stages`` does."""
+    span = last - first + 1
+    count = min(count, span)
+    edges = [first + -(-b * span // count) for b in range(count + 1)]
+    return Stages(edges[:-1], [edge - 1 for edge in edges[1:]])
+
+
+def columns_to_offer(books: Books, by: str | None) -> list[str]:
+    """Choose the columns that samples are grouped by: the one asked for, the well-known ones, then those with few values."""
+    if by is not None:
+        books.column(by)  # says what there is instead
+    known = [c for c in FAVOURED if c in books.columns and _has_values(books, c)]
+    found = list(dict.fromkeys(([by] if by else []) + known))
+    for column in books.columns:
+        if len(found) >= MOST_COLUMNS:
+            break
+        if column not in found and column not in (*NO_GROUPS, *FAVOURED):
+            (values,) = books.row(f"SELECT count(*) FROM (SELECT DISTINCT {quoted(column)} FROM samples LIMIT {FEW_VALUES + 1})")
+            if 1 < values <= FEW_VALUES:
+                found.append(column)
+    return found[:MOST_COLUMNS]
+
+
+def _has_values(books: Books, column: str) -> bool:
+    return bool(books.row(f"SELECT count(*) > 0 FROM (SELECT 1 FROM samples WHERE {quoted(column)} IS NOT NULL LIMIT 1)")[0])
+
+
+def group_by(books: Books, column: str, sets: dict[str, list[str]], stages: Stages) -> Grouping:
+    """Add up scores by a column. The heaviest groups keep their names; the others are gathered, so that the answer is bounded."""
+    connection = books.connection
+    connection.execute(
+        f"CREATE OR REPLACE TEMP TABLE kinds AS SELECT sample_id, first({quoted(column)}::VARCHAR) AS kind FROM samples GROUP BY 1"
+    )
+    weighed = """
+        WITH added AS (SELECT kind, validation, abs(sum(score)) AS weight, count(*) AS samples
+                       FROM scored LEFT JOIN kinds USING (sample_id) GROUP BY ALL),
+             parts AS (SELECT *, weight / nullif(sum(weight) OVER (PARTITION BY validation), 0) AS part FROM added)
+        SELECT kind, coalesce(max(part), 0) AS part FROM parts GROUP BY kind"""
+    place = "(row_number() OVER (ORDER BY part DESC, kind NULLS LAST) - 1)::INT AS place"
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE weighed AS SELECT *, {place} FROM ({weighed})")
+    (count,) = books.row("SELECT count(*) FROM weighed")
+    rows = count if count <= MOST_ROWS else MOST_ROWS - 1
+    colours = count if count <= MOST_COLOURS else MOST_COLOURS - 1
+    names = [row[0] for row in books.relation(f"SELECT kind FROM weighed WHERE place < {rows} ORDER BY place").fetchall()]
+    connection.execute(
+        f"""CREATE OR REPLACE TEMP TABLE placed AS SELECT s.sample_id, least(w.place, {rows})::INT AS row
+            FROM (SELECT DISTINCT sample_id FROM scored) s LEFT JOIN kinds k USING (sample_id)
+            JOIN weighed w ON w.kind IS NOT DISTINCT FROM k.kind"""
+    )
+    found = Grouping(column, _labels(names), colours, gathered=count - rows)
+    if found.gathered:
+        found.names.append(f"{found.gathered:,} other groups")
+    found.whole = _whole(books, list(sets), len(found.names))
+    found.stages = _staged(books, sets, stages, colours, colours + (count > colours))
+    return found
+
+
+def _labels(kinds: list[str | None]) -> list[str]:
+    """Return names to show; two that look alike once made visible are told apart."""
+    labels: list[str] = []
+    for kind in kinds:
+        label = NO_METADATA if kind is None else one_line(kind, 80)
+        while label in labels:
+            label += " ′"
+        labels.append(label)
+    return labels
+
+
+def _whole(books: Books, names: list[str], rows: int) -> list[list[dict[str, Any]]]:
+    answer = books.relation(
+        f"""SELECT validation, row, sum(score), count(*), sum(times_used), count(*) FILTER (score < 0), count(standard_error),
+                   count(*) FILTER (score + {CLEAR} * standard_error < 0)
+            FROM scored JOIN placed USING (sample_id) GROUP BY 1, 2"""
+    ).fetchall()
+    empty: dict[str, Any] = {"total": 0.0, "samples": 0, "uses": 0, "negative": 0, "clear": None}
+    found = {name: [dict(empty) for _ in range(rows)] for name in names}
+    for name, row, total, samples, uses, negative, judged, clear in answer:
+        found[name][row] = {
+            "total": digits(total),
+            "samples": samples,
+            "uses": int(uses),
+            "negative": negative,
+            "clear": clear if judged else None,
+        }
+    return [found[name] for name in names]
+
+
+def _staged(
+    books: Books, sets: dict[str, list[str]], stages: Stages, colours: int, groups: int
+) -> list[list[dict[str, list[Any]]]]:
+    """Totals are sums of contributions (the mean over folds), so that no table of samples and stages is needed."""
+    folds = {name: len(labels) for name, labels in sets.items()}
+    count = len(stages.first)
+
+    def empty() -> dict[str, list[Any]]:
+        return {key: [0] * count for key in ("total", "uses", "new")}
+
+    found = {name: [empty() for _ in range(groups)] for name in sets}
+    group = f"least(row, {colours})::INT"
+    added = books.relation(
+        f"""SELECT split_part(validation, '#', 1) AS name, {group}, {stages.sql("step")}, sum(contribution::DOUBLE), count(*)
+            FROM contributions JOIN placed USING (sample_id)
+            WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3""",
+        labels=[label for labels in sets.values() for label in labels],
+    ).fetchall()
+    for name, place, stage, total, rows in added:
+        found[name][place]["total"][stage] = digits(total / folds[name])
+        found[name][place]["uses"][stage] = round(rows / folds[name])
+    first_used = f"""
+        SELECT validation, {group}, {stages.sql("first_step")}, count(*)
+        FROM scored JOIN placed USING (sample_id) GROUP BY 1, 2, 3"""
+    for name, place, stage, samples in books.relation(first_used).fetchall():
+        found[name][place]["new"][stage] = samples
+    return [found[name] for name in sets]

@@ -1,0 +1,102 @@
+"""The page as text: one HTML file whose scripts and styles are inside it, and allowed by their hashes only."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from inrun.errors import InrunError
+from inrun.report.about import PAPER, citation, facts, next_commands
+from inrun.report.gather import Findings
+from inrun.report.payload import payload
+from inrun.report.story import headlines, notices, run_line
+from inrun.report.text import number, one_line, percent, safe_json, signed, visible
+
+#: In the order they run.
+SCRIPTS = ("kit.js", "charts.js", "tables.js", "samples.js", "main.js")
+#: Plotly makes an empty style element and fills it rule by rule: the hash of nothing lets it.
+NOTHING = ""
+
+
+class ReportError(InrunError):
+    """The report cannot be built."""
+
+
+def render(found: Findings, title: str | None = None) -> str:
+    """Return the whole page. The same findings give the same characters: it holds no time and no random number."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+    except ImportError:
+        raise ReportError("the report needs jinja2: pip install 'inrun[report]'") from None
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(signed=signed, number=number, percent=percent, visible=visible)
+    early, style = _asset("early.js"), _asset("style.css")
+    app = "\n".join(_asset(name) for name in SCRIPTS)
+    scripts = [_inline(early), _inline(_plotly()), _inline(app)]
+    name = title if title is not None else found.path.rstrip("/").rpartition("/")[2]
+    return environment.from_string(_asset("page.html")).render(
+        csp=content_security_policy(scripts, [style]),
+        title=one_line(name, 120),
+        early=Markup(scripts[0]),
+        plotly=Markup(scripts[1]),
+        app=Markup(scripts[2]),
+        style=Markup(style),
+        data=Markup(safe_json(payload(found))),
+        found=found,
+        sets=[one_line(s, 60) for s in found.sets],
+        columns=[one_line(c, 60) for c in found.columns],
+        headlines=headlines(found),
+        notices=notices(found),
+        run_line=run_line(found),
+        facts=facts(found.about),
+        paper=PAPER,
+        software=citation(found.about),
+        commands=[(visible(c), what) for c, what in next_commands(found.path, found.columns, list(found.sets))],
+    )
+
+
+def content_security_policy(scripts: list[str], styles: list[str]) -> str:
+    """Return a policy that lets exactly these inline texts run, and nothing be fetched."""
+    script = " ".join(_hash(s) for s in scripts)
+    style = " ".join(_hash(s) for s in [*styles, NOTHING])
+    rules = {
+        "default-src": "'none'",
+        "script-src": script,
+        "style-src": style,
+        "img-src": "data:",
+        "connect-src": "'none'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _inline(script: str) -> str:
+    """Return a script that can stand in a script element; in JavaScript strings and patterns the added backslash is nothing."""
+    return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+@cache
+def _asset(name: str) -> str:
+    text = (files("inrun.report") / "assets" / name).read_text(encoding="utf-8")
+    return text.replace("\r\n", "\n")  # as an HTML parser does before a browser takes the hash
+
+
+@cache
+def _plotly() -> str:
+    """Return plotly.js from the installed package, which carries it."""
+    try:
+        source: Any = files("plotly") / "package_data" / "plotly.min.js"
+        return str(source.read_text(encoding="utf-8")).replace("\r\n", "\n")
+    except (ImportError, OSError):
+        raise ReportError("the report draws with plotly: pip install 'inrun[report]'") from None

@@ -1,0 +1,131 @@
+"""Headline numbers and remarks, in plain words for people who have never heard of Shapley values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inrun.ledger.summary import BALANCED, COARSE
+from inrun.report.accounts import SetBooks
+from inrun.report.distribution import Distribution
+from inrun.report.gather import Findings
+from inrun.report.text import number, one_line, percent, signed
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A number with what it means; ``mood`` is "good", "bad" or empty."""
+
+    label: str
+    value: str
+    note: str
+    mood: str = ""
+
+
+def run_line(found: Findings) -> str:
+    """Say in one line what was trained, how it was scored and how far it is."""
+    method, update = (one_line(found.about.get(key, "?"), 40) for key in ("method", "update"))
+    parts = [one_line(found.about["model"], 60)] if "model" in found.about else []
+    parts.append(f"scored by {method} + {update}")
+    if found.last_step is None:
+        parts.append("no steps yet")
+    else:
+        parts.append(f"steps {found.first_step:,} to {found.last_step:,}")
+    return " · ".join(parts)
+
+
+def notices(found: Findings) -> list[str]:
+    """Say what a reader must know before trusting the numbers."""
+    notes = []
+    if found.last_step is None:
+        notes.append(
+            "This run holds no steps yet. Train some steps, or wait for the ledger's next flush, and build the report again."
+        )
+    elif found.at_work:
+        notes.append(f"In progress: training is still writing. These are the books up to step {found.last_step:,}.")
+    elif found.at_work is None:
+        notes.append(
+            f"The writer of this run ended without closing its books; what it flushed reaches to step {found.last_step:,}."
+        )
+    if found.last_step is not None and not found.distributions:
+        notes.append("No step was scored, so there is nothing to say about samples.")
+    if found.skipped:
+        named = "; ".join(f"{count:,}: {one_line(reason, 120)}" for reason, count in list(found.skipped.items())[:3])
+        notes.append(f"{sum(found.skipped.values()):,} steps were not scored ({named}).")
+    if found.distributions and not found.samples_registered:
+        notes.append(
+            "No metadata was registered for the samples, so there are no domains and no texts; see ledger.register_samples."
+        )
+    elif found.used_without_metadata:
+        notes.append(f"{found.used_without_metadata:,} of the used samples have no metadata; they are the group “(no metadata)”.")
+    if found.more_sets:
+        notes.append(f"{found.more_sets:,} more validation sets are not shown here; inrun scores RUN -v NAME has them.")
+    if found.shown.left_out:
+        notes.append(f"{found.shown.left_out:,} of the wanted samples were left out to keep this page small; inrun scores has all.")
+    if not found.text and found.samples_registered:
+        notes.append("Texts of samples were left out of this page on request.")
+    if found.metrics is not None and found.metrics.unreadable:
+        notes.append(f"{found.metrics.unreadable:,} lines of metrics.jsonl could not be read.")
+    return notes
+
+
+def headlines(found: Findings) -> list[list[Headline]]:
+    """Return the headline numbers, one list per validation set."""
+    scored: Sequence[Distribution | None] = found.distributions or [None] * len(found.accounts)
+    return [_of_set(found, b, d, found.sets[b.name]) for b, d in zip(found.accounts, scored, strict=True)]
+
+
+def _of_set(found: Findings, books: SetBooks, scores: Distribution | None, folds: int) -> list[Headline]:
+    registered = f"of {found.samples_registered:,} registered" if found.samples_registered else "no metadata registered"
+    out = sum(found.skipped.values())
+    steps = f"{found.first_step:,} to {found.last_step:,}" + (f", {out:,} not scored" if out else ", all scored")
+    return [
+        Headline("Samples scored", f"{found.samples_used:,}", registered),
+        Headline("Optimizer steps", f"{found.steps:,}", steps),
+        _loss(books),
+        *_negative(scores, folds),
+        *_accounts(books),
+    ]
+
+
+def _loss(books: SetBooks) -> Headline:
+    first, last = books.loss_first, books.loss_last
+    if first is None or last is None:
+        return Headline("Validation loss", "not measured", "no step recorded it")
+    change = first - last
+    if change == 0:
+        return Headline("Validation loss", number(last), "unchanged")
+    note = f"fell by {number(change)}" if change > 0 else f"rose by {number(-change)}"
+    return Headline("Validation loss", f"{number(first)} → {number(last)}", f"{note} over the run", "good" if change > 0 else "bad")
+
+
+def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
+    if scores is None or not scores.samples:
+        return [Headline("Negative samples", "not measured", "no sample was scored")]
+    share = scores.negative / scores.samples
+    found = [Headline("Negative samples", percent(share), f"{scores.negative:,} samples raised this loss on balance")]
+    if scores.clear is None:
+        return [*found, Headline("… clear of their error", "not measured", "needs folds: inrun.folds(validation, k)")]
+    note = f"{scores.clear:,} samples are below zero by more than two standard errors ({folds} folds)"
+    return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
+
+
+def _accounts(books: SetBooks) -> list[Headline]:
+    if not books.audited:
+        none = "no step was audited; audit_every= measures it"
+        return [Headline(label, "not measured", none) for label in ("Data account", "Optimizer account", "Method's error")]
+    where = f"{books.audited:,} audited steps"
+    data, optimizer = books.totals.get("data"), books.totals.get("optimizer")
+    covered = f"{percent(books.covered)} of the fall over {where}" if books.covered is not None else f"over {where}"
+    found = [Headline("Data account", signed(data), f"paid to samples at once: {covered}")]
+    if optimizer is None:
+        found.append(Headline("Optimizer account", "not measured", "momentum and weight decay"))
+    else:
+        of_fall = f", {percent(optimizer / books.fall)} of the fall" if books.fall and books.fall > 0 else ""
+        found.append(Headline("Optimizer account", signed(optimizer), f"momentum and weight decay{of_fall}"))
+    relative = books.relative_residual
+    if relative is None:
+        return [*found, Headline("Method's error", "not measured", "no audited step measured the residual")]
+    mood = "good" if relative <= BALANCED else "bad" if relative > COARSE else ""
+    verdict = "the books balance" if mood == "good" else "ranks hold, sums are rough" if not mood else "too coarse for these steps"
+    return [*found, Headline("Method's error", percent(relative), f"|residual| / Σ|c|: {verdict}", mood)]
