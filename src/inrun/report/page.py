@@ -12,8 +12,8 @@ from inrun.errors import InrunError
 from inrun.report.about import PAPER, citation, facts, next_commands
 from inrun.report.gather import Findings
 from inrun.report.payload import payload
-from inrun.report.story import headlines, notices, run_line
-from inrun.report.text import number, one_line, percent, safe_json, signed, visible
+from inrun.report.story import account_rows, headlines, notices, run_line
+from inrun.report.text import one_line, safe_json, visible
 
 #: In the order they run.
 SCRIPTS = ("kit.js", "charts.js", "tables.js", "samples.js", "main.js")
@@ -35,22 +35,19 @@ def render(found: Findings, title: str | None = None) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters.update(signed=signed, number=number, percent=percent, visible=visible)
-    early, style = _asset("early.js"), _asset("style.css")
-    app = "\n".join(_asset(name) for name in SCRIPTS)
-    scripts = [_inline(early), _inline(_plotly()), _inline(app)]
+    style = _asset("style.css")
+    scripts = [_inline(s) for s in (_asset("early.js"), _plotly(), "\n".join(_asset(name) for name in SCRIPTS))]
+    early, plotly, app = scripts
+    trusted = {"early": early, "plotly": plotly, "app": app, "style": style, "data": safe_json(payload(found))}
     name = title if title is not None else found.path.rstrip("/").rpartition("/")[2]
     return environment.from_string(_asset("page.html")).render(
         csp=content_security_policy(scripts, [style]),
         title=one_line(name, 120),
-        early=Markup(scripts[0]),
-        plotly=Markup(scripts[1]),
-        app=Markup(scripts[2]),
-        style=Markup(style),
-        data=Markup(safe_json(payload(found))),
+        **{name: Markup(text) for name, text in trusted.items()},  # noqa: S704 - our own files, and JSON made safe
         found=found,
         sets=[one_line(s, 60) for s in found.sets],
         columns=[one_line(c, 60) for c in found.columns],
+        account_rows=account_rows,
         headlines=headlines(found),
         notices=notices(found),
         run_line=run_line(found),

@@ -9,7 +9,17 @@ from inrun.ledger.summary import BALANCED, COARSE
 from inrun.report.accounts import SetBooks
 from inrun.report.distribution import Distribution
 from inrun.report.gather import Findings
-from inrun.report.text import number, one_line, percent, signed
+from inrun.report.text import aligned, number, one_line, percent, signed
+
+#: The accounts in plain words.
+ACCOUNTS = {
+    "data": "the samples of these steps, paid at once",
+    "momentum": "earlier samples' pushes, still trailing in the optimizer",
+    "decay": "weight decay",
+    "optimizer": "momentum and weight decay together",
+    "residual": "the method's own error on the data's part",
+    "fall": "of the validation loss over these steps, as measured",
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,19 @@ def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
         return [*found, Headline("… clear of their error", "not measured", "needs folds: inrun.folds(validation, k)")]
     note = f"{scores.clear:,} samples are below zero by more than two standard errors ({folds} folds)"
     return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
+
+
+def account_rows(books: SetBooks) -> list[tuple[str, str, str, str]]:
+    """Return the accounts as rows of name, what it is, loss and share of the fall; the last row is the fall."""
+    totals = {name: value for name, value in books.totals.items() if value is not None}
+    if books.fall is None:
+        return []
+    if "momentum" in totals and "decay" in totals:
+        totals.pop("optimizer", None)
+    totals["fall"] = books.fall
+    figures = aligned(list(totals.values()))
+    shares = [percent(v / books.fall) if books.fall > 0 else "–" for v in totals.values()]
+    return [(name, ACCOUNTS[name], figures[k], shares[k]) for k, name in enumerate(totals)]
 
 
 def _accounts(books: SetBooks) -> list[Headline]:

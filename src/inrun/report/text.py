@@ -87,5 +87,14 @@ def percent(value: float | None) -> str:
         return "not measured"
     shown = 100 * value
     if shown and abs(shown) < 0.1:
-        return f"{shown:.1g} %".replace("-", "−")
-    return f"{shown:.{1 if abs(shown) < 10 else 0}f} %".replace("-", "−")
+        return f"{shown:.1g}\u00a0%".replace("-", "−")
+    return f"{shown:.{1 if shown and abs(shown) < 10 else 0}f}\u00a0%".replace("-", "−")
+
+
+def aligned(values: list[float]) -> list[str]:
+    """Return numbers for a column: signed, and all with as many decimals as give the largest four digits."""
+    most = max((abs(v) for v in values), default=0.0)
+    decimals = max(3 - math.floor(math.log10(most)), 0) if most > 0 else 0
+    if decimals > 8 or most >= 1e9:
+        return [signed(v, 4) for v in values]
+    return [f"{v:+.{decimals}f}".replace("-", "−") for v in values]

@@ -3,7 +3,7 @@ const CONFIG = { displayModeBar: false, displaylogo: false, showLink: false, plo
 const hiddenKeys = {};
 
 function layout(options) {
-  const axis = { gridcolor: token("--grid"), zerolinecolor: token("--line"), linecolor: token("--line"), automargin: true, nticks: 7 };
+  const axis = { gridcolor: token("--grid"), zerolinecolor: token("--line"), linecolor: token("--line"), automargin: true, nticks: innerWidth < 500 ? 5 : 8 };
   const { xaxis = {}, yaxis = {}, ...more } = options;
   return {
     font: { family: token("--sans"), size: 12.5, color: token("--muted") },
@@ -117,15 +117,16 @@ function drawSpread() {
   const items = Object.entries(scores.bars).map(([kind, counts]) => {
     const [name, place] = CLARITY[kind];
     const fill = colour(place);
-    const shown = judged && kind !== "unclear" ? `clearly ${name}` : name;
-    return { name: shown, swatch: fill, trace: { type: "bar", x: middle, y: counts, width: widths, marker: { color: fill, line: { width: 0 } }, customdata: range, hovertemplate: "%{customdata}: %{y} samples" } };
+    const called = judged && kind !== "unclear" ? `clearly ${name}` : name;
+    return { name: called, swatch: fill, trace: { type: "bar", x: middle, y: counts, width: widths, marker: { color: fill, line: { width: 0 } }, customdata: range, hovertemplate: "%{customdata}: %{y} samples" } };
   });
   const zero = { type: "line", x0: 0, x1: 0, yref: "paper", y0: 0, y1: 1, line: { color: token("--ink"), width: 1.5 } };
   const mark = { x: 0, yref: "paper", y: 1, yanchor: "top", xanchor: "left", xshift: 4, text: "zero", showarrow: false, font: { color: token("--ink") } };
+  const shown = scaled([scores.mean, scores.median]);
   const beyond = scores.beyond[0] + scores.beyond[1];
   const said = `${percent(scores.negative / scores.samples)} of ${whole(scores.samples)} samples are below zero` +
-    (judged ? `, ${percent(scores.clear / scores.samples)} by more than two standard errors (the median standard error is ${number(scores.standard_error)})` : "; without folds there are no standard errors") +
-    `. The mean is ${number(scores.mean, true)}, the median ${number(scores.median, true)}.` +
+    (judged ? `, ${percent(scores.clear / scores.samples)} by more than two standard errors (the median standard error is ${shown(scores.standard_error)})` : "; without folds there are no standard errors") +
+    `. The mean is ${shown(scores.mean, true)}, the median ${shown(scores.median, true)}.` +
     (beyond ? ` The outermost bars hold ${whole(beyond)} samples that lie further out.` : "");
   draw("spread", items, { barmode: "stack", bargap: 0, shapes: [zero], annotations: [mark], hovermode: "closest", xaxis: { title: "score (loss; positive = helped)" }, yaxis: { title: "samples" } }, said);
 }

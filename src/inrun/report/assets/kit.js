@@ -1,7 +1,7 @@
 "use strict";
 // Small things that everything else is made of. Text reaches the page by textContent only.
 const data = JSON.parse(document.getElementById("data").textContent);
-const state = { set: 0, column: 0, measure: "share", span: "cumulative", end: "top", group: "", query: "", count: 10 };
+const state = { set: 0, column: 0, measure: "share", span: "cumulative", end: "top", group: "", query: "", count: 10, twins: 5 };
 const byId = (id) => document.getElementById(id);
 
 function make(tag, options = {}, ...children) {
@@ -24,11 +24,22 @@ function number(value, sign = false) {
   if (size < 1 && size >= 1e-4) text = size.toPrecision(3);
   return (value < 0 ? "−" : sign ? "+" : "") + text.replace("-", "−");
 }
+// One number of decimals for figures that are compared: the largest gets three digits.
+function scaled(values) {
+  const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 0);
+  const decimals = most > 0 ? Math.max(2 - Math.floor(Math.log10(most)), 0) : 0;
+  if (decimals > 7 || most >= 1e6) return number;
+  return (value, sign = false) => {
+    if (value === null || value === undefined) return "–";
+    const text = Math.abs(value).toFixed(decimals);
+    return (Number(text) === 0 ? "" : value < 0 ? "−" : sign ? "+" : "") + text;
+  };
+}
 const whole = (value) => value.toLocaleString("en-US");
 function percent(value) {
   if (value === null || value === undefined || !isFinite(value)) return "–";
   const shown = 100 * value;
-  return `${shown.toFixed(Math.abs(shown) < 10 && shown !== 0 ? 1 : 0)} %`.replace("-", "−");
+  return `${shown.toFixed(Math.abs(shown) < 10 && shown !== 0 ? 1 : 0)}\u00a0%`.replace("-", "−");
 }
 const mood = (value) => (value < 0 ? "bad" : value > 0 ? "good" : "");
 

@@ -52,6 +52,13 @@ listen("samples-more", "click", () => {
   const next = byId("samples-list").children[first];
   if (next) { next.setAttribute("tabindex", "-1"); next.focus(); }
 });
+listen("twins-more", "click", () => {
+  const first = state.twins;
+  state.twins = data.shown.twins.length;
+  drawTwins();
+  const next = byId("twins-list").children[first];
+  if (next) { next.setAttribute("tabindex", "-1"); next.focus(); }
+});
 
 // On paper: light, and as wide as the sheet.
 let onScreen = null;

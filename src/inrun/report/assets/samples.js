@@ -24,14 +24,14 @@ function nameOf(sample) {
   return parts;
 }
 
-function card(sample, most) {
+function card(sample, most, shown) {
   const score = sample.s[state.set];
   const error = sample.e[state.set];
   const bar = make("i");
   bar.style.width = `${((100 * Math.abs(score)) / most).toFixed(1)}%`;
   bar.style.backgroundColor = token(score < 0 ? "--bad" : "--good");
-  const mark = make("div", { class: "mark" }, make("span", { class: `score ${mood(score)}`, text: number(score, true) }),
-    error === null ? null : make("span", { class: "error", text: `± ${number(error)}` }), make("div", { class: "meter", "aria-hidden": "true" }, bar));
+  const mark = make("div", { class: "mark" }, make("span", { class: `score ${mood(score)}`, text: shown(score, true) }),
+    error === null ? null : make("span", { class: "error", text: `± ${shown(error)}` }), make("div", { class: "meter", "aria-hidden": "true" }, bar));
   const chips = (sample.g ?? []).filter((g) => g !== null).map((g) => make("bdi", { class: "chip", text: g }));
   const others = data.sets.map((name, k) => [name, sample.s[k], k]).filter(([, value, k]) => k !== state.set && value !== null);
   const elsewhere = others.length ? make("span", { text: `elsewhere: ${others.slice(0, 4).map(([name, value]) => `${name} ${number(value, true)}`).join(", ")}` }) : null;
@@ -51,7 +51,8 @@ function drawSamples() {
   const query = state.query.trim().toLowerCase();
   const found = samples.filter((sample) => matches(sample, query));
   const most = Math.max(...samples.map((s) => Math.abs(s.s[state.set])), 1e-300);
-  byId("samples-list").replaceChildren(...found.slice(0, state.count).map((sample) => card(sample, most)));
+  const shownAs = scaled([most]);
+  byId("samples-list").replaceChildren(...found.slice(0, state.count).map((sample) => card(sample, most, shownAs)));
   const which = state.end === "top" ? "highest" : "lowest";
   const shown = Math.min(found.length, state.count);
   byId("samples-count").textContent = found.length === samples.length
@@ -69,21 +70,29 @@ function fillGroups() {
   state.group = "";
 }
 
+function copyRow(sample, shown, most) {
+  const score = sample.s[state.set];
+  const error = sample.e[state.set];
+  const bar = make("i");
+  bar.style.width = `${((100 * Math.abs(score ?? 0)) / most).toFixed(1)}%`;
+  bar.style.backgroundColor = token(score < 0 ? "--bad" : "--good");
+  const group = (sample.g ?? [])[state.column];
+  const who = make("div", { class: "who" }, ...nameOf(sample), group ? make("bdi", { class: "chip", text: group }) : null, make("span", { text: used(sample) }));
+  const mark = make("div", { class: "mark" }, make("span", { class: `score ${mood(score)}`, text: shown(score, true) }),
+    error === null ? null : make("span", { class: "error", text: `± ${shown(error)}` }), make("div", { class: "meter", "aria-hidden": "true" }, bar));
+  return make("li", { class: "copy" }, mark, who);
+}
+
 function drawTwins() {
   const place = byId("twins-list");
   if (!place) return;
-  place.replaceChildren(...data.shown.twins.map(({ count, members }) => {
+  place.replaceChildren(...data.shown.twins.slice(0, state.twins).map(({ count, members }) => {
     const samples = members.map((k) => data.shown.samples[k]);
-    const judged = samples.some((s) => s.e[state.set] !== null);
-    const rows = samples.map((s) => {
-      const score = s.s[state.set];
-      const who = make("th", { scope: "row" }, ...nameOf(s).flatMap((part) => [part, " "]));
-      const group = (s.g ?? [])[state.column];
-      return make("tr", {}, who, make("td", {}, make("bdi", { text: group ?? "–" })), figure(number(score, true), mood(score)), ...(judged ? [figure(s.e[state.set] === null ? "–" : `± ${number(s.e[state.set])}`)] : []), make("td", { text: used(s) }));
-    });
-    const heads = [{ text: "Copy" }, { text: data.groupings[state.column]?.column ?? "Group" }, { text: `Score, ${data.sets[state.set]}`, num: true }, ...(judged ? [{ text: "Error", num: true }] : []), { text: "Use" }];
+    const most = Math.max(...samples.map((s) => Math.abs(s.s[state.set] ?? 0)), 1e-300);
+    const shown = scaled([most]);
     const more = count > samples.length ? make("p", { class: "fine", text: `and ${whole(count - samples.length)} more copies` }) : null;
-    const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Copies of one text" }, table(heads, rows));
-    return make("div", { class: "twin" }, ...textOf(samples[0]), scroll, more);
+    const title = make("h3", { text: `${whole(count)} copies, scores for ${data.sets[state.set]}` });
+    return make("div", { class: "twin" }, title, ...textOf(samples[0]), make("ul", { class: "copies" }, ...samples.map((s) => copyRow(s, shown, most))), more);
   }));
+  byId("twins-more").hidden = data.shown.twins.length <= state.twins;
 }

@@ -20,11 +20,13 @@ function drawGroups() {
   const judged = groups.some((g) => g.clear !== null);
   const heads = [{ text: grouping.column }, ...["Total", "Share", "Per sample", "Samples", "Uses", "Negative", ...(judged ? ["Clear of error"] : [])].map((text) => ({ text, num: true }))];
   const order = groups.map((_, k) => k).sort((a, b) => groups[b].total - groups[a].total);
+  const total = scaled(groups.map((g) => g.total));
+  const average = scaled(groups.map((g) => (g.samples ? g.total / g.samples : null)));
   const rows = order.map((k) => {
     const g = groups[k];
     const per = (x) => (g.samples && x !== null ? percent(x / g.samples) : "–");
-    return make("tr", {}, rowHead(grouping.names[k], k, grouping), figure(number(g.total, true), mood(g.total)),
-      figure(g.total > 0 && positive > 0 ? percent(g.total / positive) : "–"), figure(g.samples ? number(g.total / g.samples, true) : "–"),
+    return make("tr", {}, rowHead(grouping.names[k], k, grouping), figure(total(g.total, true), mood(g.total)),
+      figure(g.total > 0 && positive > 0 ? percent(g.total / positive) : "–"), figure(average(g.samples ? g.total / g.samples : null, true)),
       figure(whole(g.samples)), figure(whole(g.uses)), figure(per(g.negative)), ...(judged ? [figure(per(g.clear))] : []));
   });
   byId("groups-table").replaceChildren(table(heads, rows));
@@ -43,9 +45,10 @@ function drawHeat() {
   const grouping = data.groupings[state.column];
   const averages = data.sets.map((_, s) => grouping.whole[s].map((g) => (g.samples ? g.total / g.samples : null)));
   const most = averages.map((list) => Math.max(...list.map((x) => Math.abs(x ?? 0)), 1e-300));
+  const shown = averages.map(scaled);
   const rows = grouping.names.map((name, k) => {
     const cells = data.sets.map((_, s) => {
-      const cell = make("td", { text: number(averages[s][k], true) });
+      const cell = make("td", { text: shown[s](averages[s][k], true) });
       if (averages[s][k] !== null) tint(cell, averages[s][k] / most[s]);
       return cell;
     });
