@@ -162,12 +162,12 @@ add_report_command(cli)
 def main() -> None:
     """Run the command; exit with 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
     try:
-        cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False)
+        if isinstance(code, int):  # click hands over what Exit was raised with
+            sys.exit(code)
     except click.UsageError as error:
         error.show()
         sys.exit(2)
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)

@@ -1,0 +1,120 @@
+"""`inrun train`: pretrain with scores."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from types import FrameType
+from typing import Any
+
+import click
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  inrun train config.yaml
+  inrun train config.yaml optimizer.lr=3e-4 run=runs/low-lr
+  inrun train data.paths=[corpus.jsonl.gz] validation.math.where.domain=math steps=2000 model.width=256
+  inrun train config.yaml --resume            goes on from the newest checkpoint, bit for bit
+  inrun train config.yaml --dry-run           prints the resolved configuration
+"""
+)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [NAME=VALUE]...")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the run's folder.")
+@click.option("--dry-run", is_flag=True, help="Print the resolved configuration and stop.")
+@click.option("--quiet", is_flag=True, help="Say nothing but warnings.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines at the end.")
+def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, as_json: bool) -> None:
+    """Pretrain a language model and score every sample while it trains.
+
+    CONFIG.yaml holds sections data, tokenizer, model, optimizer, batch, validation, scoring, checkpoints, logging; what it does
+    not say is the paper's recipe. NAME=VALUE overrides single options, with dots for sections.
+    """
+    from inrun.training.config import load_config
+
+    files = [a for a in arguments if "=" not in a]
+    if len(files) > 1:
+        raise click.UsageError(f"give one configuration file; got {', '.join(files)}. Overrides are NAME=VALUE")
+    config = load_config(files[0] if files else None, [a for a in arguments if "=" in a])
+    if dry_run:
+        click.echo(config.as_yaml(), nl=False)
+        return
+    from inrun.cli.train_progress import reading_bar, training_line
+    from inrun.training.session import train as run_training
+
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    stop = Stop()
+    with stop.listening(), reading_bar(quiet) as reading, training_line(quiet) as tell:
+
+        def watched(done: int, total: int, documents: int) -> None:
+            if stop():  # what is tokenised so far is kept
+                raise click.exceptions.Exit(stop.exit_code)
+            reading(done, total, documents)
+
+        result = run_training(config, resume=resume, reading=watched, tell=tell, stop=stop)
+    if as_json:
+        s = result.status
+        ended = {"run": config.run, "step": s.step, "steps": s.steps, "finished": result.finished, "loss": s.loss}
+        more = {"validation": s.validation, "skipped": result.skipped, "seconds": round(result.seconds, 3)}
+        click.echo(json.dumps({**ended, **more}))
+    elif result.finished:
+        click.echo(f"{s_of(result.status.step, 'step')} done in {result.seconds:.0f} s. Books and checkpoints are in {config.run}")
+        if config.scoring.enabled:
+            click.echo(f"  inrun report {config.run}\n  inrun groups {config.run} --by domain\n  inrun audit {config.run}")
+    else:
+        click.echo(f"stopped at step {result.status.step}; go on with --resume", err=True)
+    if not result.finished:
+        raise click.exceptions.Exit(stop.exit_code)
+
+
+def s_of(count: int, noun: str) -> str:
+    """Return "1 step", "2 steps"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+class Stop:
+    """Turns SIGTERM and Ctrl-C into a wish that training fulfils at the end of its step; a second Ctrl-C is at once."""
+
+    def __init__(self) -> None:
+        """Nothing was asked for yet."""
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        """Whether training is to stop."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + (self.signal or 0)
+
+    def listening(self) -> Any:
+        """Catch the signals for the time of a block."""
+        return _Listening(self)
+
+
+class _Listening:
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
+            self.before[number] = signal.signal(number, self._wish)
+
+    def _wish(self, number: int, frame: FrameType | None) -> None:
+        if self.stop.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stop.signal = number
+        click.echo("stopping after this step: books and a checkpoint are written", err=True)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def add_commands(cli: click.Group) -> None:
+    """Add the commands of this file."""
+    cli.add_command(train)

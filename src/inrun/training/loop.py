@@ -1,0 +1,356 @@
+"""The pretraining loop: data, model, optimizer and accountant of a configuration, from a checkpoint to the last step.
+
+batch -> forward, backward -> clip -> optimizer        under accountant.step()
+      -> metrics -> evaluation -> checkpoint           at their intervals
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.engine import Accountant
+from inrun.engine.fold import folds
+from inrun.errors import StepError, TrainingError
+from inrun.ledger import Ledger
+from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
+from inrun.training.config import TrainConfig
+from inrun.training.metrics import Metrics
+from inrun.training.models import build_model, decay_groups, describe_model, mean_loss, row_losses, token_losses
+from inrun.training.order import Ids, Order
+from inrun.training.prepare import Held, Prepared
+
+log = logging.getLogger("inrun")
+
+
+@dataclass
+class Status:
+    """Where a run stands, for whoever shows it."""
+
+    step: int
+    steps: int
+    loss: float = math.nan
+    lr: float = 0.0
+    #: Mean validation loss of the last evaluation, by set.
+    validation: dict[str, float] = field(default_factory=dict)
+    samples_per_second: float = math.nan
+    #: How much longer a step takes than forward and backward without scores: 0.2 is a fifth longer. NaN where not measured.
+    overhead: float = math.nan
+    #: |residual| / Σ|c_n| of the last audited step, the worst of the sets.
+    residual: float = math.nan
+
+
+@dataclass
+class Result:
+    """How a run ended."""
+
+    status: Status
+    #: Whether all steps are done; else it was asked to stop.
+    finished: bool
+    skipped: int
+    seconds: float
+
+
+def lr_at(step: int, config: TrainConfig) -> float:
+    """Return the learning rate: linear warm-up, then half a cosine down to ``final_lr``."""
+    o = config.optimizer
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    share = min((step - o.warmup) / max(config.steps - o.warmup, 1), 1.0)
+    return o.final_lr + 0.5 * (o.lr - o.final_lr) * (1.0 + math.cos(math.pi * share))
+
+
+def validation_loss(held: Held, device: str) -> Any:
+    """Return the loss of a validation set as the accountant takes it: of the model and the step."""
+    if held.settings.folds > 1:
+        return folds(lambda model, step: row_losses(model, held.rows(step, device)), held.settings.folds)
+    return lambda model, step: mean_loss(model, held.rows(step, device))
+
+
+class Training:
+    """One run in memory.
+
+    Args:
+        config: What to do.
+        data: Its data; see :func:`inrun.training.prepare.prepare`.
+        checkpoint: Where to go on; None begins.
+    """
+
+    def __init__(self, config: TrainConfig, data: Prepared, checkpoint: Checkpoint | None = None) -> None:
+        """Make model, optimizer and accountant, and put them where the checkpoint stands."""
+        self.config, self.data, self.run = config, data, Path(config.run)
+        self.device = config.device
+        self.step, self.skipped = (0, 0) if checkpoint is None else (checkpoint.step, int(checkpoint.state["skipped"]))
+        torch.manual_seed(config.seed)
+        self.model = build_model(config.model, data.tokenizer.vocab_size).to(self.device)
+        o = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            decay_groups(self.model, o.weight_decay), lr=lr_at(0, config), betas=o.betas, eps=o.eps, foreach=True
+        )
+        self.order = Order(data.chunks.ids, config.batch.size, config.seed)
+        self.codes, self.domains = self._domains()
+        self.totals = {name: np.zeros(len(self.domains) + 1) for name in config.validation}
+        if checkpoint is not None:
+            checkpoint.load_model(self.model)
+            checkpoint.load_optimizer(self.optimizer)
+            self.totals |= {name: np.array(values) for name, values in checkpoint.state["totals"].items()}
+        self.model.train()
+        self.accountant = self._account(checkpoint) if config.scoring.enabled else None
+        if checkpoint is not None:
+            checkpoint.load_random()  # last: making a model draws random numbers
+        self.status = Status(self.step, config.steps)
+
+    def _domains(self) -> tuple[Any, list[str]]:
+        """Return a function from sample ids to domain codes (the last code: none), and the names."""
+        names = self.data.chunks.store.column("domain")[1]
+        return lambda ids: self.data.chunks.codes("domain", ids) % (len(names) + 1), names
+
+    def _account(self, checkpoint: Checkpoint | None) -> Accountant:
+        s = self.config.scoring
+        ledger = self._ledger(checkpoint)
+        try:
+            accountant = Accountant(
+                self.model,
+                self.optimizer,
+                {name: validation_loss(held, self.device) for name, held in self.data.validation.items()},
+                method=s.method,
+                update=s.update,
+                audit_every=s.audit_every,
+                ledger=ledger,
+                refresh=s.refresh,
+                bitwise=s.bitwise,
+                quadrature=s.quadrature,
+                deferred_memory=s.deferred_memory,
+            )
+            if checkpoint is not None:
+                accountant.load_state_dict(checkpoint.state["accountant"])
+        except BaseException:
+            ledger.close()
+            raise
+        return accountant
+
+    def _ledger(self, checkpoint: Checkpoint | None) -> Ledger:
+        if checkpoint is not None:
+            ledger = Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
+        elif (self.run / "run.json").exists():  # killed before the first checkpoint
+            ledger = Ledger.resume(self.run, None)
+        else:
+            ledger = Ledger(self.run, about=self._about())
+        if not ledger.files("samples"):
+            self.data.register(ledger)
+        return ledger
+
+    def _about(self) -> dict[str, Any]:
+        s = self.config.scoring
+        shape = describe_model(self.model)
+        return {
+            "method": s.method,
+            "update": s.update,
+            "validation": list(self.config.validation),
+            "model": f"{shape.get('type') or shape.get('model_type')}, {sum(p.numel() for p in self.model.parameters()):,} parameters",
+            "optimizers": ["AdamW"],
+            "tokenizer": self.data.tokenizer.name,
+            "context": self.config.model.context,
+            "batch": self.config.batch.size,
+            "steps_planned": self.config.steps,
+            "seed": self.config.seed,
+        }
+
+    def close(self) -> None:
+        """Flush the books and let go of the model."""
+        if self.accountant is not None:
+            ledger = self.accountant.ledger
+            self.accountant.close()
+            assert isinstance(ledger, Ledger)
+            ledger.close()
+
+    # One step
+
+    def _set_lr(self) -> float:
+        lr = lr_at(self.step, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
+        """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens."""
+        total, parts = (rows[:, 1:] >= 0).sum(), self.config.batch.accumulation
+        loss = 0.0
+        for some, part in zip(np.array_split(ids, parts), rows.chunk(parts), strict=True):
+            with observe.microbatch(some) if observe is not None else contextlib.nullcontext():
+                share = token_losses(self.model, part)[0].sum() / total
+                share.backward()
+                loss += float(share.detach())
+        return loss
+
+    def _clip(self) -> float:
+        most = self.config.optimizer.clip
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if most is None else most))
+
+    def take_step(self) -> float:
+        """Take one optimizer step; return its training loss."""
+        ids = self.order.batch(self.step)
+        rows = self.data.sample_tokens(ids, self.device)
+        self.status.lr = self._set_lr()
+        with contextlib.nullcontext() if self.accountant is None else self.accountant.step() as observe:
+            loss = self._backward(ids, rows, observe)
+            norm = self._clip()
+            finite = math.isfinite(norm) and math.isfinite(loss)
+            if finite:
+                self.optimizer.step()
+            elif math.isfinite(norm):
+                raise StepError(f"at step {self.step} the loss is {loss} though all gradients are finite")
+            self.optimizer.zero_grad()
+        if not finite:
+            self._not_finite(loss, norm)
+        elif self.accountant is not None:
+            self._note_scores(ids)
+        return loss
+
+    def _not_finite(self, loss: float, norm: float) -> None:
+        what = f"step {self.step}: the loss is {loss}, the norm of its gradient {norm}"
+        if self.config.nonfinite == "stop":
+            raise TrainingError(
+                f"{what}. The run stops here, with the weights before this step untouched; go on from the last checkpoint with "
+                "another optimizer.lr, or let such steps pass with nonfinite=skip"
+            )
+        self.skipped += 1
+        log.warning("inrun: %s. The step is skipped (nonfinite=skip); %d so far", what, self.skipped)
+
+    def _note_scores(self, ids: Ids) -> None:
+        assert self.accountant is not None
+        last = self.accountant.last
+        codes = self.codes(ids)
+        for name, values in last.contributions.items():
+            np.add.at(self.totals[name], codes, values.double().cpu().numpy())
+        ratios = [abs(a.residual) / a.spread for a in last.accounts.values() if a and a.spread and a.residual is not None]
+        if ratios:
+            self.status.residual = max(ratios)
+
+    # Around steps
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of every validation set, on the same samples every time; leaves no trace in training."""
+        was = self.model.training
+        self.model.eval()
+        try:
+            with _quiet(self.accountant), torch.random.fork_rng():
+                found = {}
+                for name, held in self.data.validation.items():
+                    rows = held.evaluation_rows(self.config.logging.evaluate_rows, self.device)
+                    sums = [token_losses(self.model, part) for part in rows.split(self.config.batch.size)]
+                    found[name] = float(sum(s.sum() for s, _ in sums) / sum(n.sum() for _, n in sums))
+                return found
+        finally:
+            self.model.train(was)
+
+    def plain_seconds(self) -> float:
+        """Time forward and backward of the coming batch without scores; gradients and random state stay as they are."""
+        if self.accountant is None:
+            return math.nan
+        ids = self.order.batch(self.step)
+        rows, best = self.data.sample_tokens(ids, self.device), math.inf
+        with self.accountant.suspended(), torch.random.fork_rng():
+            for _ in range(2):
+                began = time.perf_counter()
+                self._backward(ids, rows, None)
+                self.optimizer.zero_grad()
+                best = min(best, time.perf_counter() - began)
+        return best
+
+    def save(self) -> Path:
+        """Write a checkpoint of the state before the next step."""
+        more = {
+            "skipped": self.skipped,
+            "data": self.data.chunks.store.fingerprint,
+            "totals": {name: values.tolist() for name, values in self.totals.items()},
+            "model": describe_model(self.model),
+            "accountant": None if self.accountant is None else self.accountant.state_dict(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+        written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more)
+        prune(self.run, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
+        return written
+
+    def go(
+        self,
+        metrics: Metrics,
+        tell: Callable[[Status], None] = lambda status: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Result:
+        """Train to the end, or until ``stop()``; a checkpoint is left behind either way."""
+        c, began, stopped = self.config, time.perf_counter(), False
+        if self.step == 0 and (c.checkpoints.keep is None or c.checkpoints.keep_every):
+            self.save()
+        timer = _Timer(c.batch.size)
+        while self.step < c.steps and not stopped:
+            if self.step % c.logging.evaluate_every == 0:
+                self.status.validation = self.evaluate()
+                timer.plain = self.plain_seconds()
+            with timer.step():
+                self.status.loss = self.take_step()
+            self.step += 1
+            self.status.step = self.step
+            timer.show(self.status)
+            if self.step % c.logging.every == 0 or self.step == 1 or self.step == c.steps:
+                metrics.write(self._row())
+            tell(self.status)
+            # A validation gradient that is reused would be taken afresh by a resumed run: stop where it is fresh anyway.
+            stopped = stop() and self.step % c.scoring.refresh == 0
+            if self.step % c.checkpoints.every == 0 and self.step < c.steps:
+                self.save()
+        if self.step == c.steps:
+            self.status.validation = self.evaluate()
+            metrics.write({"step": c.steps, "validation": self.status.validation})
+        self.save()
+        tell(self.status)
+        return Result(self.status, self.step == c.steps, self.skipped, time.perf_counter() - began)
+
+    def _row(self) -> dict[str, Any]:
+        s = self.status
+        row: dict[str, Any] = {"step": self.step - 1, "loss": s.loss, "lr": s.lr, "samples_per_second": s.samples_per_second}
+        if (self.step - 1) % self.config.logging.evaluate_every == 0 or self.step == 1:
+            row["validation"] = s.validation
+        if self.accountant is not None:
+            row |= {"overhead": s.overhead, "residual": s.residual}
+            names = [*self.domains, "(none)"]
+            row["domains"] = {name: {names[i]: float(x) for i, x in enumerate(values) if x} for name, values in self.totals.items()}
+        return row
+
+
+class _Timer:
+    """Times steps; the mean over the last few seconds is what people see."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch, self.plain = batch, math.nan
+        self._mean = math.nan
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self._mean = seconds if math.isnan(self._mean) else 0.9 * self._mean + 0.1 * seconds
+
+    def show(self, status: Status) -> None:
+        status.samples_per_second = self.batch / self._mean
+        status.overhead = self._mean / self.plain - 1.0
+
+
+@contextlib.contextmanager
+def _quiet(accountant: Accountant | None) -> Iterator[None]:
+    """Keep the accountant out of passes that are not training."""
+    with contextlib.nullcontext() if accountant is None else accountant.suspended():
+        yield

@@ -1,0 +1,152 @@
+"""The model of a run: the reference GPT, or a causal language model of transformers; and its loss on padded samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inrun.errors import ConfigurationError
+from inrun.training.config import Model
+from inrun.training.gpt import GPT, GPTConfig
+
+#: What follows a sample that is shorter than the context.
+PADDING = -1
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout")
+
+
+def build_model(config: Model, vocab: int) -> nn.Module:
+    """Make the model that a configuration names, for a tokenizer with ``vocab`` ids."""
+    if config.type == "gpt" and config.path is None:
+        if config.width % config.heads:
+            raise ConfigurationError(f"model.width {config.width} is not a multiple of model.heads {config.heads}")
+        if config.pretrained or config.options:
+            raise ConfigurationError("model.pretrained and model.options belong to models of transformers; model.type is gpt")
+        shape = GPTConfig(vocab, config.context, config.width, config.layers, config.heads, config.dropout, config.tied)
+        return GPT(shape)
+    return _from_transformers(config, vocab)
+
+
+def _from_transformers(config: Model, vocab: int) -> nn.Module:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError as error:
+        raise ConfigurationError(f"model.type {config.type!r} needs transformers: pip install 'inrun[hf]'") from error
+    disable_progress_bar()
+    described = _transformers_config(config, vocab)
+    described.use_cache = False
+    try:
+        if config.pretrained and config.path is not None:
+            # Local files in safetensors only: neither a download nor a pickle.
+            model = AutoModelForCausalLM.from_pretrained(
+                config.path, config=described, local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
+        else:
+            model = AutoModelForCausalLM.from_config(described)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"the model cannot be made: {' '.join(str(error).split())[:400]}") from error
+    made: nn.Module = model
+    size = made.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if size < vocab:
+        raise ConfigurationError(f"the tokenizer has {vocab} ids and the model a vocabulary of {size}; they do not fit together")
+    return made
+
+
+def _transformers_config(config: Model, vocab: int) -> Any:
+    from transformers import AutoConfig
+
+    if config.path is not None:
+        if not (Path(config.path) / "config.json").is_file():
+            raise ConfigurationError(f"model.path {config.path!r} is not a folder with a config.json")
+        try:
+            found = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **config.options)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"model.path {config.path!r} cannot be read: {' '.join(str(error).split())[:400]}") from error
+        most = getattr(found, "max_position_embeddings", None)
+        if isinstance(most, int) and most < config.context:
+            raise ConfigurationError(f"model.context is {config.context}, the model in {config.path!r} has {most} positions")
+        return found
+    if config.pretrained:
+        raise ConfigurationError("model.pretrained needs model.path, a local folder with config.json and model.safetensors")
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "max_position_embeddings": config.context,
+        "tie_word_embeddings": config.tied,
+    }
+    try:
+        found = AutoConfig.for_model(config.type, **{**sizes, **config.options})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"model.type {config.type!r} cannot be made ({' '.join(str(error).split())[:200]}); accepted are gpt, and the causal "
+            "language models of transformers such as gpt2, gpt_neox, llama"
+        ) from error
+    for name in _DROPOUTS:
+        if isinstance(getattr(found, name, None), float) and name not in config.options:
+            setattr(found, name, config.dropout)
+    # A text-only vocabulary: ids that some configs name by default may lie outside of it.
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(found, name, None)
+        if isinstance(value, int) and value >= vocab:
+            setattr(found, name, None)
+    return found
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return ``[n, t, vocab]`` for our GPT and for models of transformers."""
+    out = model(tokens)
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits
+
+
+def token_losses(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed next-token loss of every row and the number of its targets, both ``[n]``.
+
+    Args:
+        model: Maps tokens to logits.
+        rows: Tokens ``[n, t + 1]``, ``PADDING`` after a sample's end. A causal model's positions before it do not see it.
+    """
+    targets = rows[:, 1:]
+    logits = logits_of(model, rows[:, :-1].clamp(min=0))
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PADDING, reduction="none")
+    return losses.view(targets.shape).sum(1), (targets != PADDING).sum(1)
+
+
+def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the mean loss over all tokens of the rows."""
+    losses, counts = token_losses(model, rows)
+    return losses.sum() / counts.sum()
+
+
+def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the mean loss over the tokens of each row, ``[n]``."""
+    losses, counts = token_losses(model, rows)
+    return losses / counts
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split parameters into those that decay (matrices and tables) and those that do not (norms and biases)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint says of the model's shape, as plain data."""
+    config = getattr(model, "config", None)
+    if isinstance(config, GPTConfig):
+        return {"type": "gpt", **vars(config)}
+    if config is None or not hasattr(config, "to_json_string"):
+        return {}
+    described: dict[str, Any] = json.loads(config.to_json_string())
+    return described

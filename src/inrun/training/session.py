@@ -1,0 +1,122 @@
+"""From a configuration to a finished run: a new folder, or one that goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from inrun.errors import ConfigurationError, TrainingError
+from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
+from inrun.training.config import TrainConfig, load_config
+from inrun.training.loop import Result, Status, Training
+from inrun.training.metrics import Metrics
+from inrun.training.prepare import Prepared, Tell, prepare, tokenizer_of
+
+log = logging.getLogger("inrun")
+#: Options that a resumed run may have otherwise than before: they change neither weights nor scores of steps done.
+FREE = ("run", "device", "threads", "nonfinite", "steps", "logging", "checkpoints", "data.cache", "data.paths")
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    reading: Tell = lambda done, total, documents: None,
+    tell: Callable[[Status], None] = lambda status: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Run a configuration to its end.
+
+    Args:
+        config: What to do; ``config.run`` is the folder.
+        resume: Go on from the newest whole checkpoint of that folder; begins if there is nothing yet.
+        reading: Called while documents are tokenised: bytes done, bytes in all, documents.
+        tell: Called after every step.
+        stop: Asked after every step; True ends the run with a checkpoint.
+    """
+    run = Path(config.run)
+    checkpoint = _begin(config, run, resume)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    _check_device(config.device)
+    data = prepare(config, tokenizer_of(config, run), reading)
+    _check_data(checkpoint, data)
+    training = Training(config, data, checkpoint)
+    metrics = Metrics(run, training.step, config.logging.tensorboard, config.logging.wandb)
+    try:
+        return training.go(metrics, tell, stop)
+    finally:
+        metrics.close()
+        training.close()
+
+
+def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
+    """Write the resolved configuration of a new run, or find where an old one goes on."""
+    saved = run / "config.yaml"
+    if not saved.exists():
+        if (run / "run.json").exists():
+            raise ConfigurationError(f"{run} holds books that `inrun train` did not write; choose another folder with run=")
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            saved.write_text(config.as_yaml(), "utf-8")
+        except OSError as error:
+            raise TrainingError(f"{run} cannot be written: {error}") from error
+        if resume:
+            log.warning("inrun: %s holds no run yet; it begins", run)
+        return None
+    if not resume:
+        raise ConfigurationError(f"{run} holds a run already; go on with it by --resume, or choose another folder with run=")
+    _check_same(load_config(saved), config, saved)
+    saved.write_text(config.as_yaml(), "utf-8")
+    checkpoint = next(whole_checkpoints(run), None)
+    if checkpoint is None and checkpoints_of(run):
+        raise TrainingError(f"no checkpoint of {run} is whole; move its folder away to begin anew")
+    log.warning("inrun: %s goes on from %s", run, "the beginning" if checkpoint is None else f"step {checkpoint.step}")
+    if checkpoint is not None and (checkpoint.state.get("accountant") is None) == config.scoring.enabled:
+        raise TrainingError(f"{run} was begun with scoring.enabled={not config.scoring.enabled}; it cannot change within a run")
+    return checkpoint
+
+
+def _check_same(before: TrainConfig, now: TrainConfig, file: Path) -> None:
+    old, new = _flat(msgspec.to_builtins(before)), _flat(msgspec.to_builtins(now))
+    for name in sorted(old.keys() | new.keys()):
+        free = any(name == f or name.startswith(f + ".") for f in FREE)
+        if old.get(name) != new.get(name) and not free:
+            raise ConfigurationError(
+                f"{name} is {new.get(name)!r}, and the run was begun with {old.get(name)!r} ({file}); a run keeps its options. "
+                f"What may change is {', '.join(FREE)}"
+            )
+    if before.steps != now.steps:
+        log.warning(
+            "inrun: steps is now %d, it was %d: the learning rate follows the new length from here on", now.steps, before.steps
+        )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def _check_data(checkpoint: Checkpoint | None, data: Prepared) -> None:
+    if checkpoint is not None and checkpoint.state["data"] != data.chunks.store.fingerprint:
+        raise TrainingError(
+            "the documents, or how they are read, have changed since the run began: sample ids would mean other samples. "
+            "Give data.paths the files of then"
+        )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigurationError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
