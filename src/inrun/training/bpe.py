@@ -29,6 +29,7 @@ PIECE = 1 << 16
 TRAINING_CHARACTERS = 100_000_000
 VARIABLE = "TOKENIZERS_PARALLELISM"
 USERS_CHOICE = VARIABLE in os.environ
+THIS_PROCESS = os.getpid()
 _EDGE = re.compile(r"(?<=\S)[ \n]")
 
 
@@ -76,7 +77,7 @@ class LibraryTokenizer:
 @contextlib.contextmanager
 def _threads() -> Iterator[None]:
     """Let the library use threads while it encodes, and not in processes forked later, where they hang (or warn)."""
-    if USERS_CHOICE:
+    if USERS_CHOICE or os.getpid() != THIS_PROCESS:
         yield
         return
     os.environ[VARIABLE] = "true"

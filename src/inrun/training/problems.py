@@ -1,4 +1,4 @@
-"""What was wrong with the data: counted by kind, with the first few places. A bad row never stops a run, nor is it lost silently."""
+"""What was wrong with the data: counted by kind, with the first places. A bad row never stops a run, and never goes unsaid."""
 
 from __future__ import annotations
 

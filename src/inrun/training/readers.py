@@ -71,17 +71,32 @@ def _is_damage(error: Exception) -> bool:
     return not isinstance(error, OSError) or error.errno is None
 
 
+class _AtOnce(io.RawIOBase):
+    """Hands on what a decompressor has: asked for more it would raise at damage, and lose what it had before."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.source.read1(min(len(buffer), 1 << 16))
+        buffer[: len(data)] = data
+        return len(data)
+
+
 @contextlib.contextmanager
 def _open_lines(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Open a possibly compressed file; return it with a function that tells how much of the file on disk was read."""
     with contextlib.ExitStack() as stack:
         name = path.name.lower()
+        disk = stack.enter_context(open(path, "rb", buffering=BLOCK))
+        plain: Any = disk
         if name.endswith(".zst"):
-            disk = stack.enter_context(pa.OSFile(str(path), "rb"))
-            plain: Any = io.BufferedReader(pa.CompressedInputStream(disk, "zstd"), BLOCK)
-        else:
-            disk = stack.enter_context(open(path, "rb", buffering=BLOCK))
-            plain = io.BufferedReader(gzip.GzipFile(fileobj=disk), BLOCK) if name.endswith(".gz") else disk  # type: ignore[arg-type]
+            plain = io.BufferedReader(_AtOnce(pa.CompressedInputStream(disk, "zstd")), BLOCK)
+        elif name.endswith(".gz"):
+            plain = io.BufferedReader(_AtOnce(gzip.GzipFile(fileobj=disk)), BLOCK)
         stack.callback(plain.close)
         yield plain, disk.tell
 
@@ -164,7 +179,7 @@ def _arrow_rows(
             for line, value in enumerate(rows, first + 1):
                 if line > after and value is not None:
                     yield Row(line, line, size * line // max(line, total), value)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         if not _is_damage(error):
             raise
         problems.add("broken file", f"{file.name}:{line + 1}", f"{error}; nothing is read from here on")
@@ -222,16 +237,23 @@ def _as_dicts(batch: Any, name: str, first: int, problems: Problems) -> list[dic
     if isinstance(batch, list):
         return batch
     try:
+        batch.validate(full=True)  # Arrow trusts what a file says about lengths; Python would read beyond the buffers
         return batch.to_pylist()
-    except UnicodeDecodeError:
-        rows: list[dict[str, Any] | None] = []
-        for place in range(batch.num_rows):
-            try:
-                rows.append(batch.slice(place, 1).to_pylist()[0])
-            except UnicodeDecodeError as error:
-                problems.add("not UTF-8", f"{name}:{first + place + 1}", f"byte {error.object[error.start]:#04x} in a text")
-                rows.append(None)
-        return rows
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+    rows: list[dict[str, Any] | None] = []
+    for place in range(batch.num_rows):
+        row = batch.slice(place, 1)
+        try:
+            row.validate(full=True)
+            rows.append(row.to_pylist()[0])
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+            problems.add("not UTF-8", f"{name}:{first + place + 1}", str(error))
+            rows.append(None)
+    return rows
 
 
 def _whole_text(file: SourceFile, problems: Problems, after: int) -> Iterator[Row]:
