@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import textwrap
 from importlib import import_module
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -19,7 +18,7 @@ TASTES = {
     "library": {"docs": (0.8, 0.5), "code": (0.7, 0.4)},
     "code": {"docs": (0.4, 0.05), "code": (1.1, 1.0)},
     "tables": {"docs": (0.3, -0.12), "code": (0.35, 0.02)},
-    "legal": {"docs": (0.55, 0.1), "code": (0.3, -0.15)},
+    "tutorials": {"docs": (0.55, 0.1), "code": (0.3, -0.15)},
     "noise": {"docs": (-0.1, -0.5), "code": (-0.1, -0.4)},
 }
 OWNERS = ("python.org", "anna", "bert", None)
@@ -54,7 +53,21 @@ def texts_of(domain: str, count: int, rng: np.random.Generator) -> list[str]:
         names = sorted(import_module("encodings.aliases").aliases.items())
         whole = "\n".join(f"{a:<24}| {b:<18}| {len(a):>4}" for a, b in names)
     else:
-        whole = textwrap.dedent(str(import_module("this").s)) + "\n" + topics["assert"] * 8
+        names = (
+            "doctest",
+            "pdb",
+            "optparse",
+            "timeit",
+            "unittest",
+            "sched",
+            "pickle",
+            "locale",
+            "string",
+            "weakref",
+            "cmd",
+            "bisect",
+        )
+        whole = "\n\n".join(inspect.getdoc(import_module(m)) or "" for m in names)
     starts = rng.integers(0, max(len(whole) - 420, 1), count)
     return [whole[s : s + 420].strip() for s in starts]
 
@@ -70,7 +83,7 @@ def tell_story(path: Path, steps: int = 400, batch: int = 16, samples: int = 120
         for i, text in zip(places, texts_of(domain, len(places), rng), strict=True):
             texts[i] = text
     for original, *copies in ((3, 200, 700, 1100), (10, 400), (55, 56), (90, 91, 92, 93, 94)):
-        for copy in copies:
+        for copy in (c for c in copies if c < samples):
             texts[copy], kind[copy] = texts[original].upper() if copy % 2 else texts[original], kind[original]
     quality = rng.normal(0, 0.5, samples)
     about = {"method": "midpoint", "update": "secant", "model": "GPT", "optimizers": ["AdamW"], "parameters": 3_242_496}

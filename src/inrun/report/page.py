@@ -54,7 +54,7 @@ def render(found: Findings, title: str | None = None) -> str:
         facts=facts(found.about),
         paper=PAPER,
         software=citation(found.about),
-        commands=[(visible(c), what) for c, what in next_commands(found.path, found.columns, list(found.sets))],
+        commands=[(visible(c, 1000), what) for c, what in next_commands(found.path, found.columns, list(found.sets))],
     )
 
 
