@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_every_token_is_predicted_once(tmp_path, texts: list[str], context: int)
         rows = batch[documents == number]
         predicted = [t for row in rows for t in row[1:] if t >= 0]
         assert [rows[0, 0], *predicted] == [*text.encode(), 256]
-        assert all(a[-1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+        assert all(a[-1] == b[0] for a, b in pairwise(rows))
     assert ((batch >= 0).sum(1) == chunks.lengths(chunks.ids)).all()
     assert (chunks.lengths(chunks.ids) >= 2).all()
     assert ((batch >= 0) == (np.arange(context + 1) < chunks.lengths(chunks.ids)[:, None])).all()

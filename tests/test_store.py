@@ -433,10 +433,11 @@ order = np.random.default_rng(0).permutation(chunks.ids)
 began = time.perf_counter()
 for step in range(3000):
     chunks.batch(order[16 * step % (len(order) - 16) :][:16])
-batches = time.perf_counter() - began
+batches, batched = time.perf_counter() - began, peak()
 for table in itertools.islice(chunks.sample_tables(20_000), 4):
     pass
-print(json.dumps({"before": before, "built": built, "used": peak(), "seconds": took, "batch_ms": batches / 3, "chunks": len(chunks)}))
+found = {"before": before, "built": built, "batched": batched, "used": peak()}
+print(json.dumps({**found, "seconds": took, "batch_ms": batches / 3, "chunks": len(chunks)}))
 """
 
 

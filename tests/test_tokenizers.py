@@ -157,7 +157,7 @@ def test_loading_what_is_not_ours(tmp_path) -> None:
 
 def test_any_tokenizer_of_the_library(tmp_path) -> None:
     library = pytest.importorskip("tokenizers")
-    core = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 70_000}, unk_token="[UNK]"))
+    core = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 70_000}, unk_token="[UNK]"))  # noqa: S106
     core.pre_tokenizer = library.pre_tokenizers.Whitespace()
     core.post_processor = library.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 70_000)])
     core.enable_truncation(2)
@@ -208,7 +208,7 @@ def test_a_folder_of_transformers(tmp_path) -> None:
         ({"kind": "folder"}, "no path"),
         ({"kind": "folder", "path": "/nowhere"}, "no tokenizer at"),
         ({"kind": "train"}, "no texts"),
-        ({"kind": "train", "texts": lambda: []}, "no text"),
+        ({"kind": "train", "texts": list}, "no text"),
         ({"kind": "train", "texts": lambda: TEXTS, "vocab": 256}, "257"),
         ({"kind": "train", "texts": lambda: TEXTS, "vocab": True}, "257"),
     ],
@@ -243,7 +243,8 @@ def test_bytes_need_no_library() -> None:
 def test_forking_after_encoding_does_not_warn() -> None:
     code = (
         "import os\nfrom test_tokenizers import trained, TEXTS\nt = trained()\nt.encode_batch(TEXTS * 99)\n"
-        "if os.fork() == 0:\n    import signal\n    signal.alarm(30)\n    t.encode_batch(TEXTS * 99)\n    os._exit(0)\nassert os.wait()[1] == 0\n"
+        "if os.fork() == 0:\n    import signal\n    signal.alarm(30)\n"
+        "    t.encode_batch(TEXTS * 99)\n    os._exit(0)\nassert os.wait()[1] == 0\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
     environment["PYTHONPATH"] = str(Path(__file__).parent)

@@ -20,11 +20,30 @@ import inrun
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import load_config, make_config
-from inrun.training.loop import Training, lr_at
+from inrun.training.loop import lr_at
 from inrun.training.order import Order, draw
 from inrun.training.session import train
 
-WORDS = "the of a to and in is it for loop return if print list value name sum next".split()
+WORDS = [
+    "the",
+    "of",
+    "a",
+    "to",
+    "and",
+    "in",
+    "is",
+    "it",
+    "for",
+    "loop",
+    "return",
+    "if",
+    "print",
+    "list",
+    "value",
+    "name",
+    "sum",
+    "next",
+]
 
 
 def corpus(folder: Path, documents: int = 60) -> Path:
@@ -103,13 +122,13 @@ def test_scores_follow_the_samples(folder):
     config = make_config(settings(folder, model={"dropout": 0.0}))
     train(config)
     ledger = inrun.Ledger.open(folder / "run").contributions().to_pylist()
-    order = Order(Training_ids(config), 4, config.seed)
+    order = Order(training_ids(config), 4, config.seed)
     for step in range(12):
         ids = [r["sample_id"] for r in ledger if r["step"] == step and r["validation"] == "code"]
         assert ids == order.batch(step).tolist()
 
 
-def Training_ids(config) -> np.ndarray:
+def training_ids(config) -> np.ndarray:
     from inrun.training.prepare import prepare, tokenizer_of
 
     return prepare(config, tokenizer_of(config, Path(config.run))).chunks.ids

@@ -152,12 +152,12 @@ class Training:
 
     def _about(self) -> dict[str, Any]:
         s = self.config.scoring
-        shape = describe_model(self.model)
+        shape, size = describe_model(self.model), sum(p.numel() for p in self.model.parameters())
         return {
             "method": s.method,
             "update": s.update,
             "validation": list(self.config.validation),
-            "model": f"{shape.get('type') or shape.get('model_type')}, {sum(p.numel() for p in self.model.parameters()):,} parameters",
+            "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",
             "optimizers": ["AdamW"],
             "tokenizer": self.data.tokenizer.name,
             "context": self.config.model.context,
