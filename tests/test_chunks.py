@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import inrun
-from inrun.errors import ConfigurationError, IdsError
-from inrun.training import chunks as chunks_module
-from inrun.training import store as store_module
+from inrun.errors import ConfigurationError, DataError, IdsError
 from inrun.training.chunks import Chunks, select
 from inrun.training.documents import Fields
 from inrun.training.store import TokenStore, build_store
@@ -142,13 +141,18 @@ def test_samples_are_ready_for_the_ledger(tmp_path) -> None:
     assert chunks.samples([], BYTES).num_rows == 0
 
 
-def test_pages_are_given_back_and_come_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(store_module, "KEEP_MAPPED", 1)
-    monkeypatch.setattr(chunks_module, "AROUND", 1)
+def test_reading_without_preadv_gives_the_same(tmp_path, monkeypatch) -> None:
     chunks = Chunks(make(tmp_path), 4)
     first = chunks.batch(chunks.ids)
-    for _ in range(3):
-        assert (chunks.batch(chunks.ids) == first).all()
+    monkeypatch.delattr(os, "preadv")
+    assert (chunks.batch(chunks.ids) == first).all()
+
+
+def test_a_file_that_is_cut_in_use_is_said(tmp_path) -> None:
+    chunks = Chunks(make(tmp_path), 4)
+    os.truncate(chunks.store.folder / "tokens.bin", 20)
+    with pytest.raises(DataError, match="was cut"):
+        chunks.batch(chunks.ids)
 
 
 def test_ids_are_the_same_in_a_store_opened_again(tmp_path) -> None:

@@ -279,9 +279,9 @@ def build_in_fork(paths, cache: Path, after: float | None) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_bytes_are_the_same(tmp_path, often, kills: int) -> None:
-    paths = corpus(tmp_path, 2500)
+    paths = corpus(tmp_path, 800)
     began = time.monotonic()
     build_in_fork(paths, tmp_path / "unbroken", None)
     took = time.monotonic() - began
@@ -325,7 +325,7 @@ def test_control_without_cutting_back_the_bytes_differ(tmp_path, often, monkeypa
 
 
 def test_several_processes_at_once_build_one_store(tmp_path, often) -> None:
-    paths = corpus(tmp_path, 1000)
+    paths = corpus(tmp_path, 400)
     whole = build_store(paths, Fields(), BYTES, tmp_path / "unbroken")
     children = []
     for _ in range(4):

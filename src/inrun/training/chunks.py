@@ -15,8 +15,8 @@ from inrun.training.tokenizers import Tokenizer
 Ints = npt.NDArray[np.int64]
 #: Characters of a sample's text, and tokens that surely hold them: a token has at least one of at most four bytes of a character.
 PREVIEW, PREVIEW_TOKENS = 400, 1600
-#: What Linux maps around a page that is touched.
-AROUND = 1 << 16
+#: Chunks that are decoded together.
+ROWS = 256
 
 
 class Chunks:
@@ -82,12 +82,7 @@ class Chunks:
     def batch(self, ids: npt.ArrayLike) -> Ints:
         """Return the tokens of chunks, ``[n, context + 1]``, with -1 behind the end of short ones."""
         starts, lengths = self._spans(ids)
-        places = np.arange(self.context + 1)
-        inside = places < lengths[:, None]
-        tokens = self.store.tokens[np.where(inside, starts[:, None] + places, 0)].astype(np.int64)
-        self.store.noted(len(starts) * max(AROUND, 2 * self.context * self.store.tokens.itemsize))
-        tokens[~inside] = -1
-        return tokens
+        return self.store.gather(starts, lengths, self.context + 1)
 
     def codes(self, name: str, ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
         """Return the code of a column for each chunk, as in ``store.column(name)``; -1 where nothing is known."""
@@ -124,9 +119,13 @@ class Chunks:
 
     def _texts(self, ids: Ints, tokenizer: Tokenizer) -> Iterator[str]:
         starts, lengths = self._spans(ids)
-        for start, length in zip(starts.tolist(), np.minimum(lengths, PREVIEW_TOKENS).tolist(), strict=True):
-            yield tokenizer.decode(self.store.tokens[start : start + length])[:PREVIEW]
-            self.store.noted(length * self.store.tokens.itemsize)
+        width = min(self.context + 1, PREVIEW_TOKENS)
+        for begin in range(0, len(ids), ROWS):
+            some = slice(begin, begin + ROWS)
+            for row, length in zip(
+                self.store.gather(starts[some], np.minimum(lengths[some], width), width), lengths[some], strict=True
+            ):
+                yield tokenizer.decode(row[:length])[:PREVIEW]
 
 
 def select(

@@ -19,6 +19,7 @@ import mmap
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,8 +45,6 @@ except ImportError:  # Windows
 log = logging.getLogger("inrun")
 #: Columns of documents that have few values, and that data can be chosen by.
 CODED = ("domain", "source", "owner", "split")
-#: Bytes of tokens that may be read before the pages are given back: mapped pages count as memory of the process.
-KEEP_MAPPED = 64 << 20
 
 
 def build_store(
@@ -150,12 +149,13 @@ class TokenStore:
         self.folder, self.about = folder, about
         self.fingerprint, self.count = str(about["fingerprint"]), int(about["documents"])
         self.problems = Problems.from_dict(about["problems"])
-        self._map, self.tokens = _mapped(folder / "tokens.bin", np.dtype(about["dtype"]), int(about["tokens"]))
-        _, self.offsets = _mapped(folder / "offsets.bin", np.dtype(np.int64), self.count + 1)
+        self.tokens = _mapped(folder / "tokens.bin", np.dtype(about["dtype"]), int(about["tokens"]))
+        self.offsets = _mapped(folder / "offsets.bin", np.dtype(np.int64), self.count + 1)
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
             raise DataError(f"{folder} is damaged: its offsets do not fit its tokens; remove the folder to tokenise again")
         self._columns: dict[str, tuple[npt.NDArray[np.int32], list[str]]] = {}
-        self._read = 0
+        self._file = os.open(folder / "tokens.bin", os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
@@ -229,15 +229,24 @@ class TokenStore:
                 first = after
         return pa.concat_tables(found).combine_chunks().take(pa.array(place.ravel()))
 
-    def noted(self, count: int) -> None:
-        """Note that about ``count`` bytes of tokens were touched; now and then the pages are given back to the system."""
-        self._read += count
-        if self._read > KEEP_MAPPED and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._read = 0
+    def gather(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
+        """Return stretches of tokens as rows, ``[n, width]``, with -1 behind the end of short ones.
+
+        They are read, not mapped: pages of a mapping that random access touches count as memory of the process.
+        """
+        rows = np.zeros((len(starts), width), self.tokens.dtype)
+        size = rows.itemsize
+        for row, start, length in zip(rows, starts.tolist(), lengths.tolist(), strict=True):
+            if not hasattr(os, "preadv"):
+                row[:length] = self.tokens[start : start + length]
+            elif os.preadv(self._file, [row[:length]], start * size) != length * size:
+                raise DataError(f"{self.folder / 'tokens.bin'} was cut while it was in use; tokenise again")
+        found = rows.astype(np.int64)
+        found[np.arange(width) >= lengths[:, None]] = -1
+        return found
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> tuple[mmap.mmap, npt.NDArray[Any]]:
+def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != count * dtype.itemsize or not size:
@@ -245,4 +254,4 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> tuple[mmap.mmap, np
                 f"{path} has {size:,} bytes, and should have {count * dtype.itemsize:,}; remove its folder to tokenise again"
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return mapped, np.frombuffer(mapped, dtype)
+    return np.frombuffer(mapped, dtype)
