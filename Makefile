@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS := --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-browser lint bench clean
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,10 +20,18 @@ demo: $(VENV)/core
 	$(BIN)/inrun demo
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not browser"
 
 test-slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow
+
+# The report in Chromium, with axe-core; pictures go to docs/images. Needs npm, and: apt-get install chromium chromium-driver
+test-browser: $(VENV)/dev
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+		{ echo "no browser: apt-get install chromium chromium-driver"; exit 1; }
+	$(BIN)/pip install $(PIP_FLAGS) selenium
+	npm install --prefix tests/browser --no-audit --no-fund --silent
+	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/test_report_browser.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

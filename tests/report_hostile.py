@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from payloads import PAYLOADS
 
 from inrun.ledger import Ledger, StepRecord
+from report_payloads import PAYLOADS
 
 #: Names of validation sets: without the marks of folds and points, which are the ledger's own.
 SETS = ["</script><script>window.__pwned=1</script>", "<img src=x onerror=window.__pwned=1>", "\u202e%{x}<b>\x1b[31m"]

@@ -1,0 +1,401 @@
+"""The report in a real browser: hostile text, switches, accessibility, phone and print. ``make test-browser`` runs it."""
+
+# ruff: noqa: E402 - selenium is looked for first, and its absence is said
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from inrun.report import build_report
+from report_hostile import SETS, hostile_run
+from report_payloads import PAYLOADS
+from report_stories import tell_story
+
+HERE = Path(__file__).parent
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium, or make test-browser")
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
+
+CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+AXE = HERE / "browser" / "node_modules" / "axe-core" / "axe.min.js"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+#: Runs before any script of a page: whatever gets through is counted.
+CANARY = """
+window.__calls = [];
+for (const name of ["alert", "confirm", "prompt", "open", "fetch"]) window[name] = (x) => { window.__calls.push([name, String(x)]); };
+window.__errors = [];
+addEventListener("error", (e) => window.__errors.push(String(e.message)));
+addEventListener("unhandledrejection", (e) => window.__errors.push(String(e.reason)));
+document.addEventListener("securitypolicyviolation", (e) => window.__errors.push(`${e.violatedDirective} ${e.blockedURI}`));
+"""
+
+
+class Browser:
+    """A page in Chromium, and everything it did."""
+
+    def __init__(self) -> None:
+        options = Options()
+        options.binary_location = CHROMIUM
+        for flag in (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--force-color-profile=srgb",
+        ):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": CANARY})
+        self.console: list[str] = []
+        self.requests: list[str] = []
+        self.blocked: list[str] = []
+
+    def open(self, path: Path, width: int = 1200, height: int = 1000, scheme: str = "light", scale: float = 1) -> None:
+        """Load a page afresh."""
+        self.look()
+        self.console.clear()
+        self.requests.clear()
+        self.blocked.clear()
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.driver.get(path.as_uri())
+        self.run("try { localStorage.clear(); } catch (e) {}")
+        self.wait("return document.documentElement.dataset.ready === 'yes'")
+
+    def run(self, script: str, *values):
+        return self.driver.execute_script(script, *values)
+
+    def wait(self, script: str, seconds: float = 20.0) -> None:
+        until = time.monotonic() + seconds
+        while not self.run(script):
+            assert time.monotonic() < until, f"never: {script}"
+            time.sleep(0.05)
+
+    def find(self, css: str):
+        return self.driver.find_element(By.CSS_SELECTOR, css)
+
+    def all(self, css: str):
+        return self.driver.find_elements(By.CSS_SELECTOR, css)
+
+    def choose(self, switch: str, value: str) -> None:
+        """Click a switch as a person would."""
+        box = self.find(f"#{switch} input[value='{value}']")
+        self.run("arguments[0].scrollIntoView({block: 'center'})", box)
+        box.click()
+        assert box.is_selected()
+
+    def look(self) -> None:
+        """Gather console messages and requests so far."""
+        self.console += [f"{e['level']} {e['message']}" for e in self.driver.get_log("browser")]
+        for entry in self.driver.get_log("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                self.requests.append(message["params"]["request"]["url"])
+            elif message["method"] == "Network.loadingFailed":
+                self.blocked.append(message["params"].get("blockedReason", "?"))
+
+    def check_quiet(self) -> None:
+        """Nothing ran that should not, nothing was fetched, nothing was complained about."""
+        self.look()
+        assert self.run("return window.__pwned") is None
+        assert self.run("return window.__calls") == []
+        assert self.run("return window.__errors") == []
+        assert self.console == []
+        assert [u for u in self.requests if not (u.startswith("file://") and u.partition("#")[0].endswith(".html"))] == []
+        assert len(self.requests) == 1
+
+    def picture(self, path: Path, clip: dict | None = None) -> None:
+        more = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
+        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **more})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    opened = Browser()
+    yield opened
+    opened.driver.quit()
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    run = tell_story(tmp_path_factory.mktemp("browser") / "python-texts")
+    lines = [{"step": s, "loss": 5.6 * 0.99**s + 0.4, "validation": {"docs": 5.6 * 0.991**s + 0.3}} for s in range(0, 400, 10)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return build_report(run)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    return build_report(hostile_run(tmp_path_factory.mktemp("browser") / "hostile"), title=PAYLOADS[0], top=300)
+
+
+def shown(browser, chart):
+    """What a chart draws, as data."""
+    return browser.run(
+        """const seen = (t) => [t.name, t.type, t.visible, [...t.y], t.fillcolor || t.line?.color || t.marker?.color];
+        return JSON.stringify(document.getElementById(arguments[0]).data.map(seen));""",
+        chart,
+    )
+
+
+def test_page_is_quiet(browser, story):
+    browser.open(story)
+    assert "Content-Security-Policy" in browser.driver.page_source[:600]
+    assert browser.run("return document.querySelectorAll('.js-plotly-plot').length") == 4
+    browser.check_quiet()
+
+
+def test_policy_holds(browser, story):
+    """Scripts, styles and requests that the page does not know are refused."""
+    browser.open(story)
+    browser.run(
+        """const s = document.createElement("script"); s.textContent = "window.__pwned = 1"; document.body.append(s);
+        const i = new Image(); i.src = "https://example.org/pixel.png"; document.body.append(i);
+        document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.__pwned=1'>");"""
+    )
+    time.sleep(0.3)
+    browser.look()
+    assert browser.run("return window.__pwned") is None
+    assert len(browser.run("return window.__errors")) >= 3
+    assert browser.blocked and set(browser.blocked) == {"csp"}  # by the policy, before anything went out
+
+
+def test_switches_change_what_is_shown(browser, story):
+    browser.open(story)
+    charts = ("loss-chart", "books-chart", "spread-chart", "stages-chart")
+
+    def all_of_it():
+        return {c: shown(browser, c) for c in charts} | {
+            i: browser.find(f"#{i}").text
+            for i in ("numbers", "groups-table", "heat-table", "samples-list", "twins-list", "samples-count")
+        }
+
+    was = all_of_it()
+    Select(browser.find("#set")).select_by_visible_text("docs")
+    now = all_of_it()
+    for part in ("books-chart", "spread-chart", "stages-chart", "numbers", "groups-table", "samples-list", "twins-list"):
+        assert now[part] != was[part], part
+    assert now["heat-table"] == was["heat-table"]
+    for switch, value, part in [
+        ("measure", "average", "stages-chart"),
+        ("span", "stage", "stages-chart"),
+        ("measure", "share", "stages-chart"),
+        ("span", "cumulative", "stages-chart"),
+        ("end", "bottom", "samples-list"),
+        ("theme", "dark", "stages-chart"),
+    ]:
+        before = all_of_it()
+        browser.choose(switch, value)
+        after = all_of_it()
+        assert after[part] != before[part], (switch, value)
+    Select(browser.find("#column")).select_by_visible_text("owner")
+    assert "python.org" in browser.find("#groups-table").text and "Value by owner" in browser.find("#groups").text
+    browser.check_quiet()
+
+
+def test_samples_are_searched_and_filtered(browser, story):
+    browser.open(story)
+    first = len(browser.all("#samples-list .sample"))
+    browser.find("#samples-more").click()
+    assert len(browser.all("#samples-list .sample")) == first + 10
+    browser.choose("end", "bottom")
+    group = Select(browser.find("#group"))
+    group.select_by_visible_text("noise")
+    assert all("noise" in s.text for s in browser.all("#samples-list .sample"))
+    assert "match" in browser.find("#samples-count").text
+    group.select_by_visible_text("all")
+    name = browser.find("#samples-list .sample bdi").text
+    browser.find("#search").send_keys(name.upper())
+    assert len(browser.all("#samples-list .sample")) == 1 and "1 of the 50 lowest" in browser.find("#samples-count").text
+    browser.find("#search").send_keys(" nothing like this")
+    assert not browser.all("#samples-list .sample")
+    browser.find("#search").clear()
+    browser.find("#search").send_keys(Keys.SPACE, Keys.BACKSPACE)
+    browser.find("#samples-list .link").click()
+    assert browser.find("#samples-list .link").get_attribute("aria-expanded") == "true"
+    browser.check_quiet()
+
+
+def test_keyboard_alone_is_enough(browser, story):
+    browser.open(story)
+    reached = []
+    for _ in range(12):
+        ActionChains(browser.driver).send_keys(Keys.TAB).perform()
+        reached.append(browser.run("const e = document.activeElement; return e.id || e.name || e.className || e.textContent"))
+    assert reached[0] == "skip" and {"theme", "set", "column"} <= set(reached)
+    before = shown(browser, "stages-chart")
+    box = browser.find("#measure input:checked")
+    browser.run("arguments[0].focus()", box)
+    ActionChains(browser.driver).send_keys(Keys.ARROW_RIGHT).perform()
+    assert shown(browser, "stages-chart") != before
+    key = browser.find("#stages-legend .key")
+    browser.run("arguments[0].focus()", key)
+    ActionChains(browser.driver).send_keys(Keys.ENTER).perform()
+    assert key.get_attribute("aria-pressed") == "false" and "legendonly" in shown(browser, "stages-chart")
+    browser.check_quiet()
+
+
+def test_theme_follows_the_system_and_the_switch(browser, story):
+    for scheme in ("light", "dark"):
+        browser.open(story, scheme=scheme)
+        background = "return getComputedStyle(document.body).backgroundColor"
+        own = browser.run(background)
+        browser.choose("theme", "dark" if scheme == "light" else "light")
+        other = browser.run(background)
+        assert own != other
+        browser.driver.refresh()
+        browser.wait("return document.documentElement.dataset.ready === 'yes'")
+        assert browser.run(background) == other  # remembered
+        browser.choose("theme", "auto")
+        assert browser.run(background) == own
+
+
+def test_hostile_text_does_nothing(browser, hostile):
+    browser.open(hostile)
+    assert len(PAYLOADS) > 100
+    for place in range(len(SETS)):
+        Select(browser.find("#set")).select_by_index(place)
+        for column in range(3):
+            Select(browser.find("#column")).select_by_index(column)
+            for switch in ("measure", "span", "end"):
+                for box in browser.all(f"#{switch} input"):
+                    browser.choose(switch, box.get_attribute("value"))
+        group = Select(browser.find("#group"))
+        for option in range(0, len(group.options), 9):
+            group.select_by_index(option)
+        group.select_by_index(0)
+    for button in browser.all("#samples-more, #twins-more"):
+        while button.is_displayed():
+            browser.run("arguments[0].click()", button)
+    for element in browser.all(".key, .link"):
+        browser.run("arguments[0].click(); arguments[0].click(); arguments[0].focus()", element)
+    touch = (
+        "for (const t of ['mouseover', 'click', 'focus', 'pointerenter']) arguments[0].dispatchEvent(new Event(t, {bubbles: true}))"
+    )
+    for element in browser.all("#samples-list .text, #samples-list .chip, #samples-list bdi")[:60]:
+        browser.run(touch, element)
+    for chart in browser.all(".chart"):
+        browser.run("arguments[0].scrollIntoView({block: 'center'})", chart)
+        for x in range(-300, 301, 60):  # labels that follow the mouse
+            ActionChains(browser.driver).move_to_element_with_offset(chart, x // 2, 0).perform()
+    search = browser.find("#search")
+    for payload in PAYLOADS[:6]:
+        search.clear()
+        search.send_keys(payload)
+    alive = "svg a, svg image, img, iframe, object, embed, [onerror], [onload], [onclick]"
+    assert browser.run("return document.querySelectorAll(arguments[0]).length", alive) == 0
+    assert browser.run("return [...document.scripts].length") == 4
+    browser.check_quiet()
+
+
+def test_hostile_text_is_readable(browser, hostile):
+    browser.open(hostile)
+    found = browser.run("return data.shown.samples.map((s) => s.t)")
+    for text in (
+        "{{7*7}}",
+        "<svg/onload=window.__pwned=1>",
+        "⟨U+202E⟩gnp.exe⟨U+202C⟩",
+        "NUL ␀ in the middle",
+        "=cmd|' /C calc'!A0",
+    ):
+        assert text in found
+    browser.find("#search").send_keys("{{7*7}}")
+    assert "{{7*7}}" in [e.text for e in browser.all("#samples-list .text")]
+    labels = browser.run("return [...document.querySelectorAll('#loss-legend b')].map((e) => e.textContent)")
+    assert "<img src=x onerror=window.__pwned=1>" in labels
+    names = browser.run("return document.getElementById('loss-chart').data.map((t) => t.name)")
+    assert not any("<" in n for n in names)  # plotly sees entities only
+
+
+@pytest.mark.parametrize("width", [360, 768, 1200])
+@pytest.mark.parametrize("which", ["story", "hostile"])
+def test_page_never_scrolls_sideways(browser, which, width, request):
+    browser.open(request.getfixturevalue(which), width=width, height=800)
+    for value in ("average", "share"):
+        browser.choose("measure", value)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    browser.run("scrollTo(500, 0)")
+    assert browser.run("return scrollX") == 0
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: npm install --prefix tests/browser, or make test-browser")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 360])
+def test_axe_finds_nothing_serious(browser, story, scheme, width):
+    browser.open(story, width=width, scheme=scheme)
+    browser.choose("end", "bottom")
+    browser.run(AXE.read_text(encoding="utf-8"))
+    found = browser.driver.execute_async_script(
+        """const done = arguments[0];
+        const told = (v) => [v.impact, v.id, v.nodes.slice(0, 3).map((n) => n.html.slice(0, 200))];
+        axe.run(document, {resultTypes: ["violations"]}).then((r) => done(r.violations.map(told)));"""
+    )
+    print(f"axe {scheme} {width}: {[v[:2] for v in found]}")
+    assert [v for v in found if v[0] in ("serious", "critical")] == []
+
+
+def test_paper(browser, story):
+    browser.open(story, scheme="dark")
+    pdf = base64.b64decode(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
+    assert pdf.startswith(b"%PDF") and len(pdf) > 50_000
+    assert browser.run("return document.documentElement.dataset.theme") is None  # as before
+    browser.check_quiet()
+
+
+def test_other_runs_are_quiet(browser, tmp_path):
+    """Pages with parts missing: no metadata, no folds, no audits, one step, nothing at all."""
+    from test_report import all_skipped, empty, simple, some_skipped, unlike_columns
+
+    cases = {
+        "empty": empty,
+        "all skipped": all_skipped,
+        "some skipped": some_skipped,
+        "no metadata": lambda p: simple(p, metadata=False),
+        "one step": lambda p: simple(p, steps=1),
+        "no accounts": lambda p: simple(p, accounts=False, labels=("a", "b")),
+        "columns": unlike_columns,
+    }
+    for name, make in cases.items():
+        browser.open(build_report(make(tmp_path / name)), width=360, height=800)
+        assert browser.run("return document.documentElement.scrollWidth") <= 360, name
+        browser.check_quiet()
+
+
+def test_pictures(browser, story, tmp_path):
+    """Take the screenshots of docs/report.md (into docs/images under ``make test-browser``)."""
+    folder = Path(os.environ.get("INRUN_SCREENSHOTS") or tmp_path)
+    browser.open(story, height=1500)
+    browser.picture(folder / "report-light.png")
+    browser.open(story, height=1420, scheme="dark")
+    browser.choose("measure", "average")
+    browser.run("document.getElementById('groups').scrollIntoView(); document.activeElement.blur()")
+    time.sleep(0.3)
+    browser.picture(folder / "report-dark.png")
+    browser.open(story, width=360, height=800, scale=2)
+    browser.picture(folder / "report-phone.png")
+    browser.open(story, height=900)
+    browser.choose("end", "bottom")
+    browser.run("document.getElementById('samples').scrollIntoView(); document.activeElement.blur()")
+    browser.picture(folder / "report-samples.png")
+    for name in ("light", "dark", "phone", "samples"):
+        assert 10_000 < (folder / f"report-{name}.png").stat().st_size < 300_000, name
