@@ -9,7 +9,7 @@ from inrun.ledger.summary import BALANCED, COARSE
 from inrun.report.accounts import SetBooks
 from inrun.report.distribution import Distribution
 from inrun.report.gather import Findings
-from inrun.report.text import aligned, number, one_line, percent, signed
+from inrun.report.text import aligned, counted, number, one_line, percent, signed
 
 #: The accounts in plain words.
 ACCOUNTS = {
@@ -61,21 +61,21 @@ def notices(found: Findings) -> list[str]:
         notes.append("No step was scored, so there is nothing to say about samples.")
     if found.skipped:
         named = "; ".join(f"{count:,}: {one_line(reason, 120)}" for reason, count in list(found.skipped.items())[:3])
-        notes.append(f"{sum(found.skipped.values()):,} steps were not scored ({named}).")
+        notes.append(f"Not scored: {counted(sum(found.skipped.values()), 'step')} ({named}).")
     if found.distributions and not found.samples_registered:
         notes.append(
             "No metadata was registered for the samples, so there are no domains and no texts; see ledger.register_samples."
         )
     elif found.used_without_metadata:
-        notes.append(f"{found.used_without_metadata:,} of the used samples have no metadata; they are the group “(no metadata)”.")
+        notes.append(f"Used without metadata: {counted(found.used_without_metadata, 'sample')}, here the group “(no metadata)”.")
     if found.more_sets:
-        notes.append(f"{found.more_sets:,} more validation sets are not shown here; inrun scores RUN -v NAME has them.")
+        notes.append(f"Not shown: {counted(found.more_sets, 'more validation set')}; inrun scores RUN -v NAME has them.")
     if found.shown.left_out:
-        notes.append(f"{found.shown.left_out:,} of the wanted samples were left out to keep this page small; inrun scores has all.")
+        notes.append(f"Left out to keep this page small: {counted(found.shown.left_out, 'sample')}; inrun scores RUN has all.")
     if not found.text and found.samples_registered:
         notes.append("Texts of samples were left out of this page on request.")
     if found.metrics is not None and found.metrics.unreadable:
-        notes.append(f"{found.metrics.unreadable:,} lines of metrics.jsonl could not be read.")
+        notes.append(f"Could not be read: {counted(found.metrics.unreadable, 'line')} of metrics.jsonl.")
     return notes
 
 
@@ -113,10 +113,10 @@ def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
     if scores is None or not scores.samples:
         return [Headline("Negative samples", "not measured", "no sample was scored")]
     share = scores.negative / scores.samples
-    found = [Headline("Negative samples", percent(share), f"{scores.negative:,} samples raised this loss on balance")]
+    found = [Headline("Negative samples", percent(share), f"{counted(scores.negative, 'sample')} raised this loss on balance")]
     if scores.clear is None:
         return [*found, Headline("… clear of their error", "not measured", "needs folds: inrun.folds(validation, k)")]
-    note = f"{scores.clear:,} samples are below zero by more than two standard errors ({folds} folds)"
+    note = f"{counted(scores.clear, 'sample')} below zero by more than two standard errors ({folds} folds)"
     return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
 
 
@@ -137,7 +137,7 @@ def _accounts(books: SetBooks) -> list[Headline]:
     if not books.audited:
         none = "no step was audited; audit_every= measures it"
         return [Headline(label, "not measured", none) for label in ("Data account", "Optimizer account", "Method's error")]
-    where = f"{books.audited:,} audited steps"
+    where = counted(books.audited, "audited step")
     data, optimizer = books.totals.get("data"), books.totals.get("optimizer")
     covered = f"{percent(books.covered)} of the fall over {where}" if books.covered is not None else f"over {where}"
     found = [Headline("Data account", signed(data), f"paid to samples at once: {covered}")]

@@ -27,15 +27,10 @@ def visible(text: object, most: int | None = None) -> str:
 
 
 def _shown(char: str) -> str:
-    code = ord(char)
     if char in "\n\t" or char in _JOINERS:
         return char
-    if code < 0x20:
-        return chr(0x2400 + code)  # the "control pictures" of Unicode
-    if code == 0x7F:
-        return "\u2421"
     if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return f"⟨U+{code:04X}⟩"
+        return f"⟨U+{ord(char):04X}⟩"
     return char
 
 
@@ -88,7 +83,12 @@ def percent(value: float | None) -> str:
     shown = 100 * value
     if shown and abs(shown) < 0.1:
         return f"{shown:.1g}\u00a0%".replace("-", "−")
-    return f"{shown:.{1 if shown and abs(shown) < 10 else 0}f}\u00a0%".replace("-", "−")
+    return f"{shown:.{1 if shown and abs(shown) < 9.95 else 0}f}\u00a0%".replace("-", "−")
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things: ``1 step``, ``2 steps``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def aligned(values: list[float]) -> list[str]:

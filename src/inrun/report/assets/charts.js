@@ -3,7 +3,7 @@ const CONFIG = { displayModeBar: false, displaylogo: false, showLink: false, plo
 const hiddenKeys = {};
 
 function layout(options) {
-  const axis = { gridcolor: token("--grid"), zerolinecolor: token("--line"), linecolor: token("--line"), automargin: true, nticks: innerWidth < 500 ? 5 : 8 };
+  const axis = { gridcolor: token("--grid"), zerolinecolor: token("--line"), linecolor: token("--line"), automargin: true, exponentformat: "power", nticks: innerWidth < 500 ? 5 : 8 };
   const { xaxis = {}, yaxis = {}, ...more } = options;
   return {
     font: { family: token("--sans"), size: 12.5, color: token("--muted") },
@@ -20,7 +20,7 @@ function layout(options) {
   };
 }
 
-// Draw traces of the form { name, swatch, line, trace }; keys that were switched off stay off.
+// Draw traces of the form { name, swatch, trace }; keys that were switched off stay off.
 function draw(id, items, options, caption) {
   const chart = byId(`${id}-chart`);
   const off = (hiddenKeys[id] ??= new Set());
@@ -39,7 +39,7 @@ function draw(id, items, options, caption) {
   chart.setAttribute("role", "img");
   chart.setAttribute("aria-label", `Chart. ${caption}`);
   for (const item of items) {
-    const key = make("button", { type: "button", class: "key", "aria-pressed": String(!off.has(item.name)) }, swatch(item.swatch, item.line), make("b", { text: item.name }));
+    const key = make("button", { type: "button", class: "key", "aria-pressed": String(!off.has(item.name)) }, swatch(item.swatch, item.trace.stackgroup ? undefined : item.trace.line?.dash, item.hatched), make("b", { text: item.name }));
     key.addEventListener("click", () => {
       const gone = !off.delete(item.name);
       if (gone) off.add(item.name);
@@ -67,15 +67,17 @@ const line = (x, y, color, more = {}) => {
 function drawLoss() {
   const items = [];
   const training = data.metrics?.training;
-  if (training) items.push({ name: "training loss", line: true, swatch: OTHER[mode()], trace: line(training.step, training.loss, OTHER[mode()], { width: 1.2 }) });
+  if (training) items.push({ name: "training loss", swatch: OTHER[mode()], trace: line(training.step, training.loss, OTHER[mode()], { width: 1.2 }) });
   data.sets.forEach((name, k) => {
     const curve = data.loss[k];
     if (!curve.step.length) return;
     const width = k === state.set ? 3 : 1.6;
-    items.push({ name, line: true, swatch: colour(k), trace: line(curve.step, curve.loss, colour(k), { width, dash: DASHES[k % 8] }) });
+    items.push({ name, swatch: colour(k), trace: line(curve.step, curve.loss, colour(k), { width, dash: DASHES[k % 8] }) });
   });
   (data.metrics?.evaluation ?? []).forEach((curve, k) => {
-    items.push({ name: `${curve.name} (evaluation)`, line: true, swatch: colour(k % 8), trace: line(curve.step, curve.loss, colour(k % 8), { width: 1.2, dash: "dot", mode: "lines+markers" }) });
+    const known = data.sets.indexOf(curve.name);
+    const fill = colour(known < 0 ? (data.sets.length + k) % 8 : known);
+    items.push({ name: `${curve.name} (evaluation)`, swatch: fill, trace: line(curve.step, curve.loss, fill, { width: 1.2, dash: "dot", mode: "lines" }) });
   });
   if (!items.length) return none("loss", "No validation loss was recorded.");
   const at = data.loss[state.set].loss;
@@ -97,14 +99,14 @@ function drawBooks() {
   if (!books.audited) return none("books", "No step was audited, so the accounts were not measured. Ask for it with audit_every= when training.");
   const split = books.curve.momentum && books.curve.decay;
   const items = ACCOUNTS.filter(([key]) => books.curve[key] && !(key === "optimizer" && split)).map(([key, name, fill, style]) => ({
-    name, line: true, swatch: fill(), trace: line(books.curve.step, books.curve[key], fill(), style),
+    name, swatch: fill(), trace: line(books.curve.step, books.curve[key], fill(), style),
   }));
   const said = `Added up over ${whole(books.audited)} audited of ${whole(books.steps)} steps; up means that the loss fell. ` +
     "Momentum is made of earlier samples' pushes, which is why the data account alone does not reach the fall.";
   draw("books", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss, added up" } }, said);
 }
 
-const CLARITY = { harmful: ["negative", 5], unclear: ["within two standard errors of zero", 8], helpful: ["positive", 0] };
+const CLARITY = { harmful: ["negative", 5], unclear: ["within two standard errors of zero", null], helpful: ["positive", 0] };
 
 function drawSpread() {
   const scores = data.scores[state.set];
@@ -116,7 +118,7 @@ function drawSpread() {
   const range = edges.slice(1).map((edge, k) => `${number(edges[k], true)} to ${number(edge, true)}`);
   const items = Object.entries(scores.bars).map(([kind, counts]) => {
     const [name, place] = CLARITY[kind];
-    const fill = colour(place);
+    const fill = place === null ? OTHER[mode()] : colour(place);
     const called = judged && kind !== "unclear" ? `clearly ${name}` : name;
     return { name: called, swatch: fill, trace: { type: "bar", x: middle, y: counts, width: widths, marker: { color: fill, line: { width: 0 } }, customdata: range, hovertemplate: "%{customdata}: %{y} samples" } };
   });
@@ -132,6 +134,8 @@ function drawSpread() {
 }
 
 const summed = (list) => { let sum = 0; return list.map((x) => (sum += x)); };
+
+const hatch = (fill) => ({ fillpattern: { shape: "/", size: 7, solidity: 0.25, fgcolor: token("--surface"), bgcolor: fill } });
 
 function drawStages() {
   const grouping = data.groupings[state.column];
@@ -150,12 +154,13 @@ function drawStages() {
   const few = steps.length < 3;
   const items = names.map((name, k) => {
     const fill = colour(k, grouping);
+    const hatched = again(k, grouping);
     const hover = { hovertemplate: share ? "%{y:.1f} %" : "%{y:.3g}" };
     let trace;
     if (share && few) trace = { type: "bar", x: steps, y: values[k], marker: { color: fill } };
-    else if (share) trace = { type: "scatter", mode: "lines", x: steps, y: values[k], stackgroup: "all", line: { color: token("--surface"), width: 0.8 }, fillcolor: fill };
-    else trace = line(steps, values[k], fill, { dash: k < grouping.colours ? DASHES[k % 8] : "dot", connectgaps: true });
-    return { name, swatch: fill, line: !share, trace: { ...trace, ...hover } };
+    else if (share) trace = { type: "scatter", mode: "lines", x: steps, y: values[k], stackgroup: "all", line: { color: token("--surface"), width: 0.8 }, fillcolor: fill, ...(hatched ? hatch(fill) : {}) };
+    else trace = line(steps, values[k], fill, { dash: k < grouping.colours ? dashOf(k) : "dot", connectgaps: true, marker: { color: fill, size: 6, symbol: hatched ? "diamond" : "circle" } });
+    return { name, swatch: fill, hatched: share && hatched, trace: { ...trace, ...hover } };
   });
   const out = names.filter((_, k) => totals[k][steps.length - 1] < 0);
   const when = cumulative ? "from the start up to each step" : `in each of ${steps.length} stages`;

@@ -39,7 +39,7 @@ const whole = (value) => value.toLocaleString("en-US");
 function percent(value) {
   if (value === null || value === undefined || !isFinite(value)) return "–";
   const shown = 100 * value;
-  return `${shown.toFixed(Math.abs(shown) < 10 && shown !== 0 ? 1 : 0)}\u00a0%`.replace("-", "−");
+  return `${shown.toFixed(Math.abs(shown) < 9.95 && shown !== 0 ? 1 : 0)}\u00a0%`.replace("-", "−");
 }
 const mood = (value) => (value < 0 ? "bad" : value > 0 ? "good" : "");
 
@@ -62,11 +62,17 @@ const mode = () => (isDark() ? "dark" : "light");
 const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function colour(place, grouping) {
   const gathered = grouping !== undefined && place >= grouping.colours;
-  return gathered || place >= 8 ? OTHER[mode()] : PALETTES[mode()][place];
+  return gathered ? OTHER[mode()] : PALETTES[mode()][place % 8];
 }
+// Sixteen groups share eight colours: areas of the second eight are hatched, lines have other dashes and marks.
+const again = (place, grouping) => place >= 8 && place < grouping.colours;
+const dashOf = (place) => DASHES[(place + (place >= 8 ? 3 : 0)) % 8];
 
-function swatch(fill, line = false) {
-  const element = make("span", { class: line ? "swatch line" : "swatch", "aria-hidden": "true" });
-  element.style.backgroundColor = fill;
+// A key's patch of colour; of a line, with its dashes, so that colour is not all that tells lines apart.
+function swatch(fill, dash, hatched = false) {
+  const element = make("span", { class: dash ? "swatch line" : "swatch", "aria-hidden": "true" });
+  if (dash) element.style.borderTop = `3px ${dash === "solid" ? "solid" : dash === "dot" ? "dotted" : "dashed"} ${fill}`;
+  else if (hatched) element.style.backgroundImage = `repeating-linear-gradient(45deg, ${fill} 0 3px, ${token("--surface")} 3px 4.5px)`;
+  else element.style.backgroundColor = fill;
   return element;
 }

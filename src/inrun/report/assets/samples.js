@@ -53,12 +53,22 @@ function drawSamples() {
   const most = Math.max(...samples.map((s) => Math.abs(s.s[state.set])), 1e-300);
   const shownAs = scaled([most]);
   byId("samples-list").replaceChildren(...found.slice(0, state.count).map((sample) => card(sample, most, shownAs)));
+  trimButtons(byId("samples-list"));
   const which = state.end === "top" ? "highest" : "lowest";
   const shown = Math.min(found.length, state.count);
   byId("samples-count").textContent = found.length === samples.length
     ? `${shown} of the ${samples.length} ${which} scores for ${data.sets[state.set]}`
     : `${found.length} of the ${samples.length} ${which} scores match${shown < found.length ? `, ${shown} shown` : ""}`;
   byId("samples-more").hidden = found.length <= state.count;
+}
+
+// The button to see more of a text goes where there is no more to see; how much fits is known once it is laid out.
+function trimButtons(place) {
+  for (const box of place.querySelectorAll(".text.short")) {
+    if (box.scrollHeight > box.clientHeight + 1 || !box.clientHeight) continue;
+    box.classList.remove("short");
+    box.nextElementSibling.remove();
+  }
 }
 
 // The groups that the shown samples belong to; a leading mark keeps "all" apart from a group without a name.
@@ -94,5 +104,6 @@ function drawTwins() {
     const title = make("h3", { text: `${whole(count)} copies, scores for ${data.sets[state.set]}` });
     return make("div", { class: "twin" }, title, ...textOf(samples[0]), make("ul", { class: "copies" }, ...samples.map((s) => copyRow(s, shown, most))), more);
   }));
+  trimButtons(place);
   byId("twins-more").hidden = data.shown.twins.length <= state.twins;
 }

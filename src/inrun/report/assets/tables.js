@@ -7,7 +7,7 @@ const figure = (text, tone = "") => make("td", { text, class: `num ${tone}`.trim
 
 function rowHead(name, place, grouping) {
   const cell = make("th", { scope: "row", title: name });
-  if (grouping) cell.append(swatch(colour(place, grouping)));
+  if (grouping) cell.append(swatch(colour(place, grouping), undefined, again(place, grouping)));
   const text = make("span", { text: name, dir: "auto" });
   cell.append(text);
   return cell;
@@ -19,7 +19,8 @@ function drawGroups() {
   const positive = groups.reduce((sum, g) => sum + Math.max(g.total, 0), 0);
   const judged = groups.some((g) => g.clear !== null);
   const heads = [{ text: grouping.column }, ...["Total", "Share", "Per sample", "Samples", "Uses", "Negative", ...(judged ? ["Clear of error"] : [])].map((text) => ({ text, num: true }))];
-  const order = groups.map((_, k) => k).sort((a, b) => groups[b].total - groups[a].total);
+  const gathered = (k) => Number(grouping.gathered > 0 && k === groups.length - 1);  // comes last, whatever its total
+  const order = groups.map((_, k) => k).sort((a, b) => gathered(a) - gathered(b) || groups[b].total - groups[a].total);
   const total = scaled(groups.map((g) => g.total));
   const average = scaled(groups.map((g) => (g.samples ? g.total / g.samples : null)));
   const rows = order.map((k) => {
