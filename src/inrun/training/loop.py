@@ -182,7 +182,7 @@ class Training:
             group["lr"] = lr
         return lr
 
-    def _backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
+    def backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
         """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens."""
         total, parts = (rows[:, 1:] >= 0).sum(), self.config.batch.accumulation
         loss = 0.0
@@ -193,7 +193,8 @@ class Training:
                 loss += float(share.detach())
         return loss
 
-    def _clip(self) -> float:
+    def clip(self) -> float:
+        """Clip the gradient as the recipe says; return its norm before."""
         most = self.config.optimizer.clip
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if most is None else most))
 
@@ -203,8 +204,8 @@ class Training:
         rows = self.data.sample_tokens(ids, self.device)
         self.status.lr = self._set_lr()
         with contextlib.nullcontext() if self.accountant is None else self.accountant.step() as observe:
-            loss = self._backward(ids, rows, observe)
-            norm = self._clip()
+            loss = self.backward(ids, rows, observe)
+            norm = self.clip()
             finite = math.isfinite(norm) and math.isfinite(loss)
             if finite:
                 self.optimizer.step()
@@ -264,7 +265,7 @@ class Training:
         with self.accountant.suspended(), torch.random.fork_rng():
             for _ in range(2):
                 began = time.perf_counter()
-                self._backward(ids, rows, None)
+                self.backward(ids, rows, None)
                 self.optimizer.zero_grad()
                 best = min(best, time.perf_counter() - began)
         return best
