@@ -46,7 +46,7 @@ def test_by_hand(tmp_path) -> None:
     assert chunks.batch([]).shape == (0, 5)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=8),
     context=st.integers(1, 50),

@@ -166,6 +166,17 @@ def test_page_is_quiet(browser, story):
     browser.check_quiet()
 
 
+def test_canary_sings(browser, tmp_path):
+    """What the other tests rely on: a payload that gets through is seen."""
+    page = tmp_path / "open.html"
+    page.write_text(f"<html data-ready=yes>{PAYLOADS[0]}<img src=https://example.org/x onerror='alert(1); window.__pwned = 1'>")
+    browser.open(page)
+    browser.wait("return window.__calls.length > 0")
+    assert browser.run("return window.__pwned") == 1
+    with pytest.raises(AssertionError):
+        browser.check_quiet()
+
+
 def test_policy_holds(browser, story):
     """Scripts, styles and requests that the page does not know are refused."""
     browser.open(story)
@@ -232,6 +243,7 @@ def test_samples_are_searched_and_filtered(browser, story):
     assert not browser.all("#samples-list .sample")
     browser.find("#search").clear()
     browser.find("#search").send_keys(Keys.SPACE, Keys.BACKSPACE)
+    browser.choose("end", "top")
     browser.find("#samples-list .link").click()
     assert browser.find("#samples-list .link").get_attribute("aria-expanded") == "true"
     browser.check_quiet()

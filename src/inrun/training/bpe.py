@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,8 @@ TRAINING_CHARACTERS = 100_000_000
 VARIABLE = "TOKENIZERS_PARALLELISM"
 USERS_CHOICE = VARIABLE in os.environ
 THIS_PROCESS = os.getpid()
-#: Words whose ids are remembered: some 50 MB.
-MOST_KNOWN, LONGEST_KNOWN = 200_000, 40
-GROUP = 64
+#: Rarer white space makes no edge: Python and the library do not agree on what is white space.
 _EDGE = re.compile(r"(?<=\S)[ \t\n\r]")
-#: What stands between two edges. Rarer white space makes none: Python and the library do not agree on what is white space.
-_WORDS = re.compile(r"\s*\S+(?:[^\S \t\n\r]\s*\S*)*|\s+")
 
 
 class LibraryTokenizer:
@@ -58,38 +53,15 @@ class LibraryTokenizer:
         ids = core.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(max(ids, default=-1), end) + 1
         self._dtype = id_dtype(self.vocab_size)
-        self._known: dict[str, list[int]] = {}
         self.fingerprint = hashlib.sha256(f"inrun bpe 1\n{end}\n{core.to_str()}".encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
-        if not self._splits:
-            return [np.array(ids, self._dtype) for ids in self._library_ids(texts)]
-        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
-        found: list[list[Ids]] = [[] for _ in texts]
-        for begin in range(0, len(pieces), GROUP):
-            group = pieces[begin : begin + GROUP]
-            for (number, _), ids in zip(group, self._ids_by_words([piece for _, piece in group]), strict=True):
-                found[number].append(ids)
-        return [some[0] if len(some) == 1 else np.concatenate(some) for some in found]
-
-    def _library_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        pieces = [list(_pieces(text)) if self._splits else [text] for text in texts]
         with _threads():
-            return [found.ids for found in self._core.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def _ids_by_words(self, texts: Sequence[str]) -> list[Ids]:
-        """Encode word by word, asking the library for new words only: most of a text are words seen before."""
-        words = [_WORDS.findall(text) for text in texts]
-        known = self._known
-        new = list({word for some in words for word in some if word not in known})
-        known.update(zip(new, self._library_ids(new), strict=True))
-        found = [np.fromiter(chain.from_iterable(map(known.__getitem__, some)), self._dtype) for some in words]
-        for word in new:
-            if len(word) > LONGEST_KNOWN:
-                del known[word]
-        if len(known) > MOST_KNOWN:
-            known.clear()
-        return found
+            encoded = iter(self._core.encode_batch_fast([p for some in pieces for p in some], add_special_tokens=False))
+        found = [[np.array(next(encoded).ids, self._dtype) for _ in some] for some in pieces]
+        return [some[0] if len(some) == 1 else np.concatenate(some) for some in found]
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Return the text of ids, without the end."""
