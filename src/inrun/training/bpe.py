@@ -58,9 +58,12 @@ class LibraryTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
         pieces = [list(_pieces(text)) if self._splits else [text] for text in texts]
-        with _threads():
-            encoded = iter(self._core.encode_batch_fast([p for some in pieces for p in some], add_special_tokens=False))
-        found = [[np.array(next(encoded).ids, self._dtype) for _ in some] for some in pieces]
+        encoded: list[Ids] = []
+        for group in _groups([piece for some in pieces for piece in some]):
+            with _threads():
+                encoded += [np.array(e.ids, self._dtype) for e in self._core.encode_batch_fast(group, add_special_tokens=False)]
+        rest = iter(encoded)
+        found = [[next(rest) for _ in some] for some in pieces]
         return [some[0] if len(some) == 1 else np.concatenate(some) for some in found]
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
@@ -98,6 +101,20 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[begin : edge.start()]
         begin = edge.start()
     yield text[begin:]
+
+
+def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the pieces in groups of about ``16 * PIECE`` characters."""
+    group: list[str] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
+        if size >= 16 * PIECE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _library() -> Any:
