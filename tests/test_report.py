@@ -20,6 +20,7 @@ from inrun.errors import ConfigurationError, InrunError, LedgerError
 from inrun.ledger import Ledger, MemoryLedger, StepRecord, queries, summarise
 from inrun.report import ReportError, build_report
 from inrun.report.gather import gather
+from inrun.report.page import _plotly
 from inrun.report.story import headlines, notices
 from inrun.report.text import aligned, digits, number, percent, safe_json, signed, visible
 from report_hostile import hostile_run
@@ -172,7 +173,7 @@ CASES = {
     "one step": (lambda p: simple(p, steps=1), ["steps 0 to 0"]),
     "one sample": (lambda p: simple(p, samples=1), ["1 used, 1 registered"]),
     "points": (lambda p: simple(p, labels=tuple(f"v[{j}]" for j in range(30))), ["Not shown: 22 more validation sets"]),
-    "left open": (left_open, ["ended without closing its books"]),
+    "left open": (left_open, ["The books were not closed", "reaches to step 5"]),
     "saved from memory": (saved_from_memory, ["scored by first + sgd"]),
     "other columns": (unlike_columns, ["Value by year", "Group by"]),
 }
@@ -445,6 +446,12 @@ def test_missing_libraries_are_named(story, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ReportError, match=r"pip install 'inrun\[report\]'"):
         build_report(story, tmp_path / "a.html")
+
+
+def test_missing_plotly_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(ReportError, match=r"draws with plotly: pip install 'inrun\[report\]'"):
+        _plotly.__wrapped__()
 
 
 def test_command(story, tmp_path):

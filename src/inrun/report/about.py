@@ -37,7 +37,7 @@ PAPER = """@inproceedings{wang2025data,
 
 
 def writer_at_work(run: Path) -> bool | None:
-    """Say whether a process is writing to the run; None if one left without closing the books (killed, or elsewhere)."""
+    """Say whether a process of this machine is writing to the run; None if the books were not closed by one that is not here."""
     state: bool | None = False
     for path in sorted(run.glob("lock-r*")):
         try:
@@ -46,7 +46,7 @@ def writer_at_work(run: Path) -> bool | None:
             continue
         if not isinstance(holder, dict) or not holder:
             continue
-        if holder.get("host") != platform.node() or _alive(holder.get("pid")):
+        if holder.get("host") == platform.node() and _alive(holder.get("pid")):
             return True
         state = None
     return state

@@ -27,7 +27,7 @@ class Findings:
 
     path: str
     about: dict[str, Any]
-    #: A process writes to the run; None: one left without closing the books.
+    #: A process writes to the run; None: the books are open, and nobody here writes to them.
     at_work: bool | None
     steps: int
     first_step: int | None

@@ -79,23 +79,22 @@ def _extremes(books: Books, names: list[str], n: int, order: str) -> list[list[i
 
 def _twins(books: Books, column: str) -> tuple[int, int, list[tuple[int, list[int]]]]:
     """Find used samples whose texts differ in nothing but case and white space, most copies first."""
-    normal = f"lower(trim(regexp_replace(first({quoted(column)}), '\\s+', ' ', 'g')))"
+    normal = f"lower(translate({quoted(column)}, ' ' || chr(9) || chr(10) || chr(11) || chr(12) || chr(13) || chr(160), ''))"
     books.connection.execute(
-        f"""CREATE OR REPLACE TEMP TABLE alike AS
-            WITH texts AS (SELECT sample_id, {normal} AS text FROM samples
-                           WHERE sample_id IN (SELECT sample_id FROM scored) GROUP BY sample_id),
-                 marked AS (SELECT sample_id, md5_number(text) AS mark FROM texts WHERE length(text) >= {SHORTEST})
-            SELECT mark, count(*) AS copies, min(sample_id) AS lowest FROM marked GROUP BY mark HAVING count(*) > 1"""
+        f"""CREATE OR REPLACE TEMP TABLE marked AS
+            SELECT sample_id, first(mark) AS mark
+            FROM (SELECT sample_id, md5_number({normal}) AS mark FROM samples WHERE length({quoted(column)}) >= {SHORTEST})
+            WHERE sample_id IN (SELECT sample_id FROM scored) GROUP BY sample_id"""
+    )
+    books.connection.execute(
+        """CREATE OR REPLACE TEMP TABLE alike AS
+           SELECT mark, count(*) AS copies, min(sample_id) AS lowest FROM marked GROUP BY mark HAVING count(*) > 1"""
     )
     texts, samples = books.row("SELECT count(*), coalesce(sum(copies), 0)::BIGINT FROM alike")
-    if not texts:
-        return 0, 0, []
     rows = books.relation(
-        f"""WITH best AS (SELECT * FROM alike ORDER BY copies DESC, lowest LIMIT {MOST_TWINS}),
-                 texts AS (SELECT sample_id, {normal} AS text FROM samples
-                           WHERE sample_id IN (SELECT sample_id FROM scored) GROUP BY sample_id)
+        f"""WITH best AS (SELECT * FROM alike ORDER BY copies DESC, lowest LIMIT {MOST_TWINS})
             SELECT lowest, any_value(copies), (list(sample_id ORDER BY sample_id))[1:{MOST_MEMBERS}]
-            FROM texts JOIN best ON best.mark = md5_number(texts.text) GROUP BY lowest ORDER BY 2 DESC, 1"""
+            FROM marked JOIN best USING (mark) GROUP BY lowest ORDER BY 2 DESC, 1"""
     ).fetchall()
     return texts, samples, [(copies, list(ids)) for _, copies, ids in rows]
 

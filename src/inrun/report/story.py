@@ -55,7 +55,8 @@ def notices(found: Findings) -> list[str]:
         notes.append(f"In progress: training is still writing. These are the books up to step {found.last_step:,}.")
     elif found.at_work is None:
         notes.append(
-            f"The writer of this run ended without closing its books; what it flushed reaches to step {found.last_step:,}."
+            "The books were not closed: their writer was killed, or works on another machine. "
+            f"What it flushed reaches to step {found.last_step:,}."
         )
     if found.last_step is not None and not found.distributions:
         notes.append("No step was scored, so there is nothing to say about samples.")
