@@ -70,35 +70,6 @@ def test_exit_codes_and_messages() -> None:
         assert "Traceback" not in result.stderr
 
 
-def test_demo_finds_the_noise() -> None:
-    from inrun.training.demo import DemoConfig, run_demo
-
-    told = []
-    result = run_demo(DemoConfig(per_domain=48, noise=16, epochs=1), lambda *x: told.append(x))
-    assert told[-1][0] == told[-1][1] == result.steps
-    for name in ("docs", "code"):
-        domains = result.by_domain(name)
-        assert set(domains) == {"docs", "code", "tables", "noise"}
-        assert domains[name][1] > domains["noise"][1]
-        assert result.last_losses[name] < result.first_losses[name]
-
-
-def test_demo_prints_no_control_characters() -> None:
-    from inrun.cli.demo_story import as_data, print_story
-    from inrun.training.corpus import Sample
-    from inrun.training.demo import DemoResult
-
-    hostile = Sample("noise", "x", b"\x1b[31m[bold]red\x07\xff\xe2\x80\xaeevil")
-    result = DemoResult([hostile], {"docs": [-1.0]}, {"docs": 2.0}, {"docs": 1.0}, 1)
-    assert as_data(result)["domains"]["docs"]["noise"]["negative_share"] == 1.0
-    runner = CliRunner()
-    with runner.isolation() as streams:
-        print_story(result)
-        text = streams[0].getvalue().decode()
-    assert "[bold]red" in text
-    assert not any(c in text for c in "\x1b\x07\u202e")
-
-
 def test_printable() -> None:
     assert printable("a\x00b\u202ec\nd", 10) == "a·b·c·d"
     assert printable("abcdef", 4) == "abc…"

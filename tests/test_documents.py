@@ -334,6 +334,8 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path) -> None:
         (lambda p: (p / "empty").mkdir() or p / "empty", "holds no files"),
         (lambda p: [], "no data"),
         (lambda p: "/dev/null", "regular file"),
+        (lambda p: "x" * 5000, "looked at"),
+        (lambda p: "a\0b.jsonl", "does not exist"),
     ],
 )
 def test_paths_that_are_no_data(tmp_path, make, words: str) -> None:

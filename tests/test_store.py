@@ -225,6 +225,30 @@ def test_progress_is_told(tmp_path, often) -> None:
     assert told[-1][0] > 0.9 * told[-1][1]
 
 
+def test_stores_and_runs_below_the_data_are_no_data(tmp_path) -> None:
+    write(tmp_path / "data" / "a.jsonl", [{"text": "one"}])
+    (tmp_path / "data" / "run" / "manifest").mkdir(parents=True)
+    (tmp_path / "data" / "run" / "run.json").write_text("{}")
+    write(tmp_path / "data" / "run" / "samples" / "r0.parquet", [{"text": "no"}])
+    first = build_store(tmp_path / "data", Fields(), BYTES, tmp_path / "data" / "cache")
+    assert first.count == 1
+    assert build_store(tmp_path / "data", Fields(), BYTES, tmp_path / "data" / "cache").fingerprint == first.fingerprint
+
+
+def test_damaged_progress_means_a_new_beginning(tmp_path, often, monkeypatch) -> None:
+    paths = corpus(tmp_path, 60)
+    whole = build_store(paths, Fields(), BYTES, tmp_path / "unbroken")
+    aside = tmp_path / "cache" / (whole.fingerprint + ".building")
+    aside.mkdir(parents=True)
+    for text in ("", "{}", "[]", '{"place": [1], "problems": {}}', '{"place": "abcd", "problems": {"x": 1}}'):
+        (aside / "progress.json").write_text(text)
+        (aside / "tokens.bin").write_bytes(b"left over")
+        store = build_store(paths, Fields(), BYTES, tmp_path / "cache")
+        assert digest(store.folder) == digest(whole.folder)
+        store.folder.rename(aside)
+        (aside / "meta.json").unlink()
+
+
 class Killed(BaseException):
     """Stands for the end of the process."""
 
@@ -232,7 +256,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("call", ["fsync", "rename", "create", "sync", "remove", "write_table"])
 def test_broken_off_at_every_step(tmp_path, often, monkeypatch, call: str) -> None:
     """Die at the first, second ... call of an operation, go on each time: the same bytes in the end."""
-    paths = corpus(tmp_path, 150)
+    paths = corpus(tmp_path, 60)
     whole = build_store(paths, Fields(), BYTES, tmp_path / "unbroken")
     target = {"fsync": os, "write_table": pq}.get(call, build.Files)
     real, left = getattr(target, call), [0]
@@ -378,6 +402,7 @@ def damage_of(store: TokenStore, name: str, change) -> None:
         ("tokens.bin", lambda d: b""),
         ("offsets.bin", lambda d: d[:-8]),
         ("offsets.bin", lambda d: d[:-8] + b"\0" * 8),
+        ("offsets.bin", lambda d: d[:80] + b"\xff" * 8 + d[88:]),
         ("meta.json", lambda d: d[:-9]),
         ("meta.json", lambda d: b"[]"),
         ("meta.json", lambda d: b"{}"),

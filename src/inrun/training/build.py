@@ -154,6 +154,7 @@ class Builder:
         """Return the last commit, if what it counts on is there."""
         try:
             state = json.loads((self.folder / "progress.json").read_bytes())
+            Place(*map(int, state["place"])), Problems.from_dict(state["problems"])
             enough = (
                 (self.folder / "tokens.bin").stat().st_size >= state["tokens"] * self.dtype.itemsize
                 and (self.folder / "offsets.bin").stat().st_size >= (state["documents"] + 1) * 8
@@ -226,7 +227,7 @@ class Builder:
     def _check_unchanged(self) -> None:
         """Refuse to go on with files that are not those that were hashed; what was built of them is thrown away."""
         for file, content in list(zip(self.files, self.read, strict=True))[self._checked : self.place.file + 1]:
-            if state_of(file.path) != content.state:
+            if _state(file.path) != content.state:
                 self._disk.remove(self.folder / "progress.json")
                 raise DataError(f"{file.path} was changed while it was read; nothing of it is kept. Start again when it is whole")
 
@@ -261,6 +262,13 @@ class Builder:
             "files_in_all": len(self.files),
             "files": [{"name": f.name, "size": c.size, "sha256": c.sha256} for f, c in listed],
         }
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        return state_of(path)
+    except OSError:
+        return None
 
 
 def _as_table(rows: Sequence[DocumentRow]) -> pa.Table:

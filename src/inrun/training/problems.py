@@ -29,6 +29,8 @@ LONGEST_REASON = 200
 
 def printable(text: str) -> str:
     """Return text that is safe on a terminal and in any file: control, bidi and undecodable characters as escapes."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
@@ -87,9 +89,10 @@ class Problems:
         problems = cls()
         try:
             for kind, found in data.items():
+                if kind not in CONSEQUENCES:
+                    raise KeyError(kind)
                 problems.counts[str(kind)] = int(found["count"])
                 problems.examples[str(kind)] = [str(e) for e in found["examples"]]
-                CONSEQUENCES[kind]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"the list of problems cannot be read: {error!r}; it was not written by this version of inrun"

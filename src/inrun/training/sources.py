@@ -65,15 +65,20 @@ def find_files(paths: str | Path | Sequence[str | Path], problems: Problems | No
     if not given:
         raise ConfigurationError(f"no data was given; {ACCEPTED}")
     problems = Problems() if problems is None else problems
-    found: list[SourceFile] = []
-    roots = [Path(os.path.abspath(p if p.is_dir() else p.parent)) for p in given]
-    base = Path(os.path.commonpath(roots)) if len(set(roots)) > 1 else roots[0]
-    for path in given:
-        found += _files_of(Path(os.path.abspath(path)), base, problems)
+    try:
+        found = _find(given, problems)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename} cannot be looked at: {error.strerror}; {ACCEPTED}") from error
     twice = _first_twice(found)
     if twice is not None:
         raise ConfigurationError(f"{twice} is in the data twice; give each file once, or the folder alone")
     return found
+
+
+def _find(given: Sequence[Path], problems: Problems) -> list[SourceFile]:
+    roots = [Path(os.path.abspath(p if p.is_dir() else p.parent)) for p in given]
+    base = Path(os.path.commonpath(roots)) if len(set(roots)) > 1 else roots[0]
+    return [file for path in given for file in _files_of(Path(os.path.abspath(path)), base, problems)]
 
 
 def _files_of(path: Path, base: Path, problems: Problems) -> list[SourceFile]:
@@ -110,6 +115,9 @@ def _walk(folder: Path, base: Path, problems: Problems) -> Iterator[Path]:
     """Yield the visible files below a folder in the order of their names."""
     root = folder.resolve()
     for here, folders, names in os.walk(folder, onerror=_raise):
+        if _is_ours(folders, names):
+            folders.clear()
+            continue
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for name in list(folders):
             if (Path(here) / name).is_symlink():
@@ -121,6 +129,11 @@ def _walk(folder: Path, base: Path, problems: Problems) -> Iterator[Path]:
                 problems.add("link out of the folder", _name(path, base), "a link to a file elsewhere")
             elif path.is_file():
                 yield path
+
+
+def _is_ours(folders: Sequence[str], names: Sequence[str]) -> bool:
+    """Tell a token store or a run, which may lie below the data: what inrun wrote is not what it is to read."""
+    return ("tokens.bin" in names and "offsets.bin" in names) or ("run.json" in names and "manifest" in folders)
 
 
 def _raise(error: OSError) -> None:

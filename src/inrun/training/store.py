@@ -151,7 +151,7 @@ class TokenStore:
         self.problems = Problems.from_dict(about["problems"])
         self.tokens = _mapped(folder / "tokens.bin", np.dtype(about["dtype"]), int(about["tokens"]))
         self.offsets = _mapped(folder / "offsets.bin", np.dtype(np.int64), self.count + 1)
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens) or (np.diff(self.offsets) < 1).any():
             raise DataError(f"{folder} is damaged: its offsets do not fit its tokens; remove the folder to tokenise again")
         self._columns: dict[str, tuple[npt.NDArray[np.int32], list[str]]] = {}
         self._file = os.open(folder / "tokens.bin", os.O_RDONLY)
