@@ -1,70 +1,128 @@
-"""What the demo found, as tables."""
+"""What the demo found, told from its ledger: everything here is computed, nothing is written beforehand."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from inrun.cli.text import printable
-from inrun.ledger import SIGN, UNIT
-from inrun.training.demo import DemoResult
+from inrun.ledger import SIGN, Ledger, LedgerReader, Summary, summarise
+from inrun.ledger.queries import extremes, groups
+from inrun.training.corpus import COPY, NOISE, SCRAMBLED
+from inrun.training.demo import Found, find_planted
+from inrun.training.loop import Result
 
 
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[int, int, float], None]]:
-    """Show a bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=None)
-
-        def tell(step: int, total: int, loss: float) -> None:
-            bar.update(task, description=f"training, loss {loss:.2f}", completed=step, total=total)
-
-        yield tell
-
-
-def as_data(result: DemoResult) -> dict[str, Any]:
-    """Return the findings as plain data."""
+def findings(run: str | Path, result: Result, first: dict[str, float]) -> dict[str, Any]:
+    """Return what there is to tell, as plain data."""
+    reader = Ledger.open(run)
+    found = {"noise": NOISE, "scrambled": SCRAMBLED}
     return {
-        "steps": result.steps,
-        "sign": SIGN,
-        "unit": UNIT,
-        "losses": {n: [result.first_losses[n], result.last_losses[n]] for n in result.scores},
-        "domains": {
-            n: {d: {"total": t, "mean": m, "negative_share": s} for d, (t, m, s) in result.by_domain(n).items()}
-            for n in result.scores
-        },
+        "run": str(run),
+        "steps": result.status.step,
+        "seconds": round(result.seconds, 1),
+        "losses": {name: [first.get(name), last] for name, last in result.status.validation.items()},
+        "domains": groups(reader, "domain").to_pylist(),
+        "helped": _extremes(reader, largest=True),
+        "hurt": _extremes(reader, largest=False),
+        "planted": _as_dict(find_planted(reader)),
+        "by_kind": {name: _as_dict(find_planted(reader, (source,))) for name, source in found.items()},
+        "copies": _as_dict(find_planted(reader, (COPY,))),
+        "books": _books(reader).as_dict(),
     }
 
 
-def print_story(result: DemoResult, extremes: int = 4) -> None:
-    """Print totals per domain and the best and worst samples, per validation set."""
+def _as_dict(found: Found) -> dict[str, float]:
+    return {**vars(found), "precision": found.precision, "recall": found.recall}
+
+
+def _extremes(reader: LedgerReader, largest: bool, n: int = 3) -> list[dict[str, Any]]:
+    keys = ("validation", "score", "standard_error", "domain", "document", "text")
+    return [{k: row.get(k) for k in keys} for row in extremes(reader, n, largest=largest).to_pylist()]
+
+
+def _books(reader: LedgerReader) -> Summary:
+    about = reader.about
+    return summarise(reader.accounts(), about["method"], about["update"])
+
+
+def tell_story(told: dict[str, Any], report: Path | None) -> None:
+    """Print the story."""
     console = Console()
-    console.print(f"Trained {result.steps} steps on {len(result.samples)} samples. {SIGN[0].upper()}{SIGN[1:]}; unit: {UNIT}.")
+    sets = list(told["losses"])
+    console.print(f"\n[bold]{told['steps']} steps in {told['seconds']:.0f} s.[/bold] {SIGN[0].upper()}{SIGN[1:]}; unit: nats.\n")
+    for name in sets:
+        _tell_set(console, told, name)
+    _tell_planted(console, told)
+    _tell_books(console, told)
+    if report is not None:
+        console.print(f"report   {escape(str(report))}", soft_wrap=True, highlight=False)
+    run = escape(told["run"])
+    console.print(f"ledger   {run}", soft_wrap=True, highlight=False)
+    console.print(f"next     inrun curate {run} --out {run}-curated     drops what hurts", soft_wrap=True, highlight=False)
+    console.print(f"         inrun scores {run} --bottom 20", soft_wrap=True, highlight=False)
+
+
+def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
+    first, last = told["losses"][name]
+    rows = [r for r in told["domains"] if r["validation"] == name]
+    total = sum(r["total"] for r in rows if r["total"] > 0)
+    best = max(rows, key=lambda r: r["mean_per_sample"])
+    table = Table(title=f"validation set '{escape(printable(name, 40))}': loss {first:.2f} to {last:.2f}", title_justify="left")
+    table.add_column("domain")
+    for column in ("samples", "total", "share", "per sample", "negative"):
+        table.add_column(column, justify="right")
+    for r in sorted(rows, key=lambda r: -r["mean_per_sample"]):
+        share = f"{r['total'] / total:.0%}" if r["total"] > 0 else "-"
+        numbers = (
+            f"{r['samples']:,}",
+            f"{r['total']:+.4f}",
+            share,
+            f"{1e6 * r['mean_per_sample']:+.1f}e-6",
+            f"{r['negative_share']:.0%}",
+        )
+        table.add_row(escape(printable(str(r["group"]), 24)), *numbers)
+    console.print(table)
+    console.print(f"  carried most, sample for sample, by [bold]{escape(printable(str(best['group']), 24))}[/bold]")
+    for label, key in (("helped most", "helped"), ("hurt most", "hurt")):
+        for row in [r for r in told[key] if r["validation"] == name][:2]:
+            text = " ".join(printable(row["text"] or "", 200).replace("·", " ").split())
+            error, domain = row["standard_error"] or 0.0, printable(str(row["domain"]), 10)
+            words = f"  {label:11}  {row['score']:+.5f} ± {error:.5f}  {domain:10} {text[:64]}"
+            console.print(escape(words), highlight=False, soft_wrap=True)
+    console.print()
+
+
+def _tell_books(console: Console, told: dict[str, Any]) -> None:
+    console.print("[bold]The books[/bold], over the audited steps:", highlight=False)
+    for s in told["books"]["validation_sets"]:
+        if s["optimizer"] is None or not s["fall"]:
+            continue
+        shares = ", ".join(
+            f"{name} {s[name] / s['fall']:.0%}" for name in ("data", "momentum", "decay", "residual") if s[name] is not None
+        )
+        words = f"  {s['validation']}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
+        console.print(escape(words), highlight=False, soft_wrap=True)
     console.print(
-        "Adam's very first step is a sign step that no first-order score describes: the samples of that one batch stand out "
-        "although the warm-up keeps the step small."
+        "  Data is what samples did in their own step. Momentum is earlier samples' push that is still at work; it is not\n"
+        "  credited to samples, so scores add up to the data's part only.\n",
+        highlight=False,
     )
-    for name in result.scores:
-        fell = f"{result.first_losses[name]:.2f} to {result.last_losses[name]:.2f}"
-        table = Table(title=f"validation set '{name}': loss {fell}", title_justify="left")
-        table.add_column("domain")
-        for column in ("total", "per sample", "negative"):
-            table.add_column(column, justify="right")
-        for domain, (total, mean, negative) in result.by_domain(name).items():
-            table.add_row(domain, f"{total:+.4f}", f"{mean:+.6f}", f"{negative:.0%}")
-        console.print(table)
-        ranked = result.ranked(name)
-        for label, rows in (("helped most", ranked[:extremes]), ("hurt most", ranked[: -extremes - 1 : -1])):
-            console.print(f"  {label}:")
-            for score, sample in rows:
-                text = printable(sample.data, 64)
-                console.print(f"    {score:+.5f}  {sample.domain:7} {escape(text)}", highlight=False, soft_wrap=True)
-        console.print()
+
+
+def _tell_planted(console: Console, told: dict[str, Any]) -> None:
+    p, kinds = told["planted"], told["by_kind"]
+    console.print(
+        f"[bold]Planted rubbish[/bold]: {p['planted']} of {p['samples']:,} samples are random or scrambled characters. "
+        f"{p['flagged']} samples score below zero by more than two standard errors, {p['hits']} of them planted: "
+        f"precision {p['precision']:.0%}, recall {p['recall']:.0%}.",
+        highlight=False,
+    )
+    for name, k in kinds.items():
+        console.print(f"  {name:10} scores below a real sample in {k['separation']:.0%} of pairs", highlight=False)
+    copies = told["copies"]
+    console.print(f"  copies     score below a sample that is no copy in {copies['separation']:.0%} of pairs\n", highlight=False)

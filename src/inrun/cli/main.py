@@ -137,22 +137,6 @@ def fidelity(out: str | None, as_json: bool, **options: Any) -> None:
         click.echo(f"written: {written[0]} and {len(written) - 1} pictures beside it")
 
 
-@cli.command(epilog="\b\nExample:\n  inrun demo --epochs 2\n")
-@click.option("--epochs", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
-def demo(epochs: int, as_json: bool) -> None:
-    """Train a small GPT on the text of this Python installation and see what each piece was worth."""
-    from inrun.cli.demo_story import as_data, print_story, progress
-    from inrun.training.demo import DemoConfig, run_demo
-
-    with progress() as tell:
-        result = run_demo(DemoConfig(epochs=epochs), tell)
-    if as_json:
-        click.echo(json.dumps(as_data(result), indent=2))
-    else:
-        print_story(result)
-
-
 add_train_commands(cli)
 add_ledger_commands(cli)
 add_trust_commands(cli)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
+
+#: Steps of the demo.
+DEMO_STEPS = 480
 
 
 @click.command(
@@ -69,6 +73,56 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
         raise click.exceptions.Exit(stop.exit_code)
 
 
+@click.command(
+    epilog="""\b
+Examples:
+  inrun demo                          about two minutes on two cores
+  inrun demo --steps 120 --run runs/short
+"""
+)
+@click.option("--run", default="runs/demo", show_default=True, type=click.Path(file_okay=False), help="Folder of the run.")
+@click.option("--steps", default=DEMO_STEPS, show_default=True, type=click.IntRange(8))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+def demo(run: str, steps: int, as_json: bool) -> None:
+    """Train a small GPT on the text of this Python installation and see what each piece was worth.
+
+    Four domains, two validation sets, and planted rubbish: random characters, scrambled text, copies. Ends with a story, a
+    ledger and a report.
+    """
+    from inrun.cli.demo_story import findings, tell_story
+    from inrun.cli.train_progress import training_line
+    from inrun.training.demo import DemoConfig, run_demo
+
+    stop = Stop()
+    first: dict[str, float] = {}
+
+    with stop.listening(), training_line(as_json) as line:
+
+        def tell(status: Any) -> None:
+            first.update({} if first else status.validation)
+            line(status)
+
+        result = run_demo(DemoConfig(run=run, steps=steps), tell, stop)
+    if not result.finished:
+        raise click.exceptions.Exit(stop.exit_code)
+    report = _report(run)
+    told = findings(run, result, first)
+    if as_json:
+        click.echo(json.dumps({**told, "report": None if report is None else str(report)}, indent=2))
+    else:
+        tell_story(told, report)
+
+
+def _report(run: str) -> Path | None:
+    """Write the report, where what draws it is installed."""
+    try:
+        from inrun.report import build_report
+    except ImportError as error:
+        click.echo(f"no report: {error.name} is missing; pip install 'inrun[report]'", err=True)
+        return None
+    return Path(build_report(run))
+
+
 def s_of(count: int, noun: str) -> str:
     """Return "1 step", "2 steps"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -118,3 +172,4 @@ class _Listening:
 def add_commands(cli: click.Group) -> None:
     """Add the commands of this file."""
     cli.add_command(train)
+    cli.add_command(demo)

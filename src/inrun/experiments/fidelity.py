@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inrun.errors import ConfigurationError
+from inrun.experiments.python_bytes import as_tokens, demo_corpus
 from inrun.fidelity import CHOICES, FidelityReport, fidelity
-from inrun.training.corpus import as_tokens, demo_corpus
 from inrun.training.gpt import GPT, GPTConfig, next_token_loss
 
 #: What is tried on the SGD game.

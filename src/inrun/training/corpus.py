@@ -1,73 +1,108 @@
-"""Text that every Python installation carries, in domains, cut into samples of bytes."""
+"""Text that every Python installation carries, as documents in domains, with planted noise, scrambled text and copies."""
 
 from __future__ import annotations
 
+import ast
+import json
 import random
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+#: What was planted, by the name of its ``source``.
+NOISE, SCRAMBLED, COPY = "planted noise", "planted scrambled text", "planted copy"
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One training item: its text as bytes, and where it comes from."""
+class Text:
+    """One document of the demo."""
 
+    id: str
     domain: str
     source: str
-    data: bytes
+    split: str
+    text: str
 
 
-def _chunks(domain: str, source: str, text: str, size: int, most: int) -> list[Sample]:
-    data = text.encode()
-    starts = range(0, len(data) - size, size)
-    return [Sample(domain, source, data[s : s + size]) for s in list(starts)[:most]]
+def _pieces(text: str, size: int, most: int) -> list[str]:
+    """Cut a text at lines into at most ``most`` pieces of about ``size`` characters."""
+    pieces, now = [], ""
+    for line in text.splitlines(keepends=True):
+        now += line[:size]
+        if len(now) >= size:
+            pieces.append(now[:size])
+            now = ""
+        if len(pieces) == most:
+            break
+    return pieces
 
 
-def documentation(size: int) -> list[Sample]:
-    """Chunks of the language reference that ``help()`` shows."""
+def _sources(folder: str, pattern: str) -> Iterator[tuple[str, str]]:
+    root = Path(sysconfig.get_paths()["stdlib"]) / folder
+    for file in sorted(root.glob(pattern)):
+        yield file.name, file.read_text("utf-8", "replace")
+
+
+def _reference() -> Iterator[tuple[str, str]]:
+    """The language reference that ``help()`` shows."""
     from pydoc_data import topics
 
-    return [c for name in sorted(topics.topics) for c in _chunks("docs", name, topics.topics[name], size, 4)]
+    yield from sorted(topics.topics.items())
 
 
-def standard_library(size: int) -> list[Sample]:
-    """Chunks of the standard library's source."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(root.glob("*.py"))
-    return [c for f in files for c in _chunks("code", f.name, f.read_text("utf-8", "replace"), size, 6)]
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """What the standard library says of itself."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for name, source in _sources(".", "*.py"):
+        try:
+            nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, kinds)]
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        yield name, "\n\n".join(filter(None, (ast.get_docstring(n) for n in nodes)))
 
 
-def character_tables(size: int) -> list[Sample]:
-    """Chunks of the character tables of ``encodings``: regular, and of little use for anything else."""
-    root = Path(sysconfig.get_paths()["stdlib"]) / "encodings"
-    files = sorted(root.glob("cp*.py"))
-    return [c for f in files for c in _chunks("tables", f.name, f.read_text("utf-8", "replace"), size, 6)]
+#: Per domain: where its text is, and how many pieces of one source are taken at most.
+DOMAINS = {
+    "reference": (_reference, 4),
+    "code": (lambda: _sources(".", "*.py"), 3),
+    "docstrings": (_docstrings, 3),
+    "tables": (lambda: _sources("encodings", "cp*.py"), 4),
+}
 
 
-def noise(size: int, count: int, seed: int) -> list[Sample]:
-    """Random bytes."""
+def demo_texts(size: int, per_domain: int, held_out: int, planted: int, seed: int) -> list[Text]:
+    """Return documents in random order: four domains, held-out ones of two, and three kinds of planted ones.
+
+    Args:
+        size: Characters of a document.
+        per_domain: Documents of each domain to train on.
+        held_out: Documents of "reference" and "code" with split "val".
+        planted: Documents of noise, of scrambled text, and of copies: so many of each.
+        seed: Of everything that is drawn.
+    """
     generator = random.Random(seed)  # noqa: S311 - not for secrets
-    return [Sample("noise", f"noise-{i}", generator.randbytes(size)) for i in range(count)]
+    texts: list[Text] = []
+    for domain, (sources, most) in DOMAINS.items():
+        found = [(f"{name}#{i}", name, p) for name, text in sources() for i, p in enumerate(_pieces(text, size, most))]
+        extra = held_out if domain in ("reference", "code") else 0
+        chosen = generator.sample(found, min(len(found), per_domain + extra))
+        for place, (key, source, text) in enumerate(chosen):
+            texts.append(Text(f"{domain}/{key}", domain, source, "val" if place < extra else "train", text))
+    real = [t for t in texts if t.split == "train"]
+    for i in range(planted):
+        noise = bytes(generator.randrange(32, 127) for _ in range(size)).decode()
+        letters = list(generator.choice(real).text)
+        generator.shuffle(letters)
+        again = generator.choice(real)
+        texts.append(Text(f"noise/{i}", "noise", NOISE, "train", noise))
+        texts.append(Text(f"scrambled/{i}", "scrambled", SCRAMBLED, "train", "".join(letters)))
+        texts.append(Text(f"copy/{i} of {again.id}", again.domain, COPY, "train", again.text))
+    generator.shuffle(texts)
+    return texts
 
 
-def demo_corpus(size: int, per_domain: int, noise_count: int, seed: int) -> tuple[list[Sample], dict[str, list[Sample]]]:
-    """Return training samples of four domains in random order, and held-out chunks of docs and code."""
-    generator = random.Random(seed)  # noqa: S311 - not for secrets
-    train: list[Sample] = []
-    held_out: dict[str, list[Sample]] = {}
-    for samples in (documentation(size), standard_library(size), character_tables(size)):
-        chosen = generator.sample(samples, min(len(samples), per_domain + 16))
-        train += chosen[16:]
-        if chosen[0].domain != "tables":
-            held_out[chosen[0].domain] = chosen[:16]
-    train += noise(size, noise_count, seed)
-    generator.shuffle(train)
-    return train, held_out
-
-
-def as_tokens(samples: list[Sample]) -> Tensor:
-    """Return byte tokens ``[n, size]``."""
-    return torch.tensor([list(s.data) for s in samples])
+def write_texts(texts: list[Text], file: Path) -> None:
+    """Write documents as JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(asdict(t)) + "\n" for t in texts), "utf-8")

@@ -2,91 +2,125 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
+import numpy as np
+import pyarrow.compute as pc
 
-from inrun.engine import Accountant
-from inrun.training.corpus import Sample, as_tokens, demo_corpus
-from inrun.training.gpt import GPT, GPTConfig, next_token_loss
+from inrun.errors import ConfigurationError
+from inrun.ledger import LedgerReader
+from inrun.ledger.queries import CLEAR, scores
+from inrun.training.config import TrainConfig, make_config
+from inrun.training.corpus import NOISE, SCRAMBLED, demo_texts, write_texts
+from inrun.training.loop import Result, Status
+from inrun.training.session import train
+
+#: The file that tells a demo's folder from others, which are never replaced.
+MARK = "demo-corpus.jsonl"
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     """Size of the demo."""
 
+    run: str = "runs/demo"
+    steps: int = 480
+    #: Characters of a document, which is one sample.
     size: int = 128
-    per_domain: int = 320
-    noise: int = 96
-    batch: int = 16
-    epochs: int = 3
-    lr: float = 1e-3
-    #: Adam's very first steps are sign steps, which no first-order score describes; a warm-up keeps them small.
-    warm_up: int = 30
+    per_domain: int = 400
+    held_out: int = 48
+    planted: int = 120
     seed: int = 0
+
+    def training(self) -> TrainConfig:
+        """Return what `inrun train` would be told."""
+        sets = {name: {"split": "val", "where": {"domain": name}, "rows": 8, "folds": 2} for name in ("reference", "code")}
+        return make_config(
+            {
+                "run": self.run,
+                "seed": self.seed,
+                "steps": self.steps,
+                "data": {"paths": [str(Path(self.run) / MARK)], "cache": str(Path(self.run) / "tokens")},
+                "tokenizer": {"kind": "bytes"},
+                "model": {"context": self.size, "width": 96, "layers": 3, "heads": 4},
+                "optimizer": {"lr": 2e-3, "final_lr": 2e-4, "warmup": min(60, self.steps // 4)},
+                "validation": sets,
+                "scoring": {"method": "midpoint", "audit_every": 10},
+                "checkpoints": {"every": max(self.steps // 2, 1), "keep": 0},
+                "logging": {"every": 10, "evaluate_every": max(self.steps // 8, 1), "evaluate_rows": 48},
+            }
+        )
+
+
+def run_demo(
+    config: DemoConfig, tell: Callable[[Status], None] = lambda status: None, stop: Callable[[], bool] = lambda: False
+) -> Result:
+    """Write the corpus, train and score. A demo that is in the folder already is replaced, anything else is not."""
+    run = Path(config.run)
+    if run.exists() and any(run.iterdir()):
+        if not (run / MARK).is_file():
+            raise ConfigurationError(f"{config.run!r} holds something that is not a demo; give another folder with --run")
+        shutil.rmtree(run)
+    write_texts(demo_texts(config.size, config.per_domain, config.held_out, config.planted, config.seed), run / MARK)
+    return train(config.training(), tell=tell, stop=stop)
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What the demo found."""
+class Found:
+    """How well scores tell planted samples from real ones: those whose score is negative beyond its standard error."""
 
-    samples: list[Sample]
-    #: Per validation set, one score per training sample.
-    scores: dict[str, list[float]]
-    first_losses: dict[str, float]
-    last_losses: dict[str, float]
-    steps: int
+    planted: int
+    samples: int
+    flagged: int
+    hits: int
+    #: The chance that a planted sample scores below a real one.
+    separation: float
 
-    def by_domain(self, validation: str) -> dict[str, tuple[float, float, float]]:
-        """Return per domain the total, the mean per sample and the share of negative samples, largest mean first."""
-        groups: dict[str, list[float]] = defaultdict(list)
-        for sample, score in zip(self.samples, self.scores[validation], strict=True):
-            groups[sample.domain].append(score)
-        rows = {d: (sum(v), sum(v) / len(v), sum(x < 0 for x in v) / len(v)) for d, v in groups.items()}
-        return dict(sorted(rows.items(), key=lambda item: -item[1][1]))
+    @property
+    def precision(self) -> float:
+        """Return the share of planted samples among the flagged."""
+        return self.hits / self.flagged if self.flagged else 0.0
 
-    def ranked(self, validation: str) -> list[tuple[float, Sample]]:
-        """Return (score, sample), best first."""
-        pairs = zip(self.scores[validation], self.samples, strict=True)
-        return sorted(pairs, key=lambda pair: -pair[0])
+    @property
+    def recall(self) -> float:
+        """Return the share of the planted samples that are flagged."""
+        return self.hits / self.planted if self.planted else 0.0
 
 
-def run_demo(config: DemoConfig, tell: Callable[[int, int, float], None] = lambda step, total, loss: None) -> DemoResult:
-    """Train and score; ``tell`` is called with the step, the number of steps and the training loss."""
-    torch.manual_seed(config.seed)
-    samples, held_out = demo_corpus(config.size, config.per_domain, config.noise, config.seed)
-    tokens = as_tokens(samples)
-    validation = {name: as_tokens(rows) for name, rows in held_out.items()}
-    model = GPT(GPTConfig(vocab=256, context=config.size, width=96, layers=3, heads=4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    accountant = Accountant(
-        model,
-        optimizer,
-        validation={name: (lambda m, rows=rows: next_token_loss(m, rows)) for name, rows in validation.items()},
+def find_planted(reader: LedgerReader, sources: tuple[str, ...] = (NOISE, SCRAMBLED)) -> Found:
+    """Hold the scores, averaged over the validation sets, against what was planted."""
+    samples = reader.samples()
+    assert samples is not None
+    ids = samples["sample_id"].to_numpy()
+    order = np.argsort(ids)
+    planted = pc.is_in(samples["source"], value_set=pc.cast(list(sources), "string")).to_numpy()[order]
+    table = scores(reader)
+    names = sorted(set(table["validation"].to_pylist()))
+    total, variance, used = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids), bool)
+    for name in names:
+        part = table.filter(pc.equal(table["validation"], name))
+        place = np.searchsorted(ids[order], part["sample_id"].to_numpy())
+        used[place] = True
+        total[place] += part["score"].to_numpy() / len(names)
+        variance[place] += (np.nan_to_num(part["standard_error"].to_numpy(zero_copy_only=False).astype(float)) / len(names)) ** 2
+    flagged = used & (total + CLEAR * np.sqrt(variance) < 0)
+    return Found(
+        planted=int((planted & used).sum()),
+        samples=int(used.sum()),
+        flagged=int(flagged.sum()),
+        hits=int((flagged & planted).sum()),
+        separation=_separation(total[used & planted], total[used & ~planted]),
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / config.warm_up))
-    per_epoch = len(samples) // config.batch
-    total = per_epoch * config.epochs
-    first: dict[str, float] = {}
-    for epoch in range(config.epochs):
-        order = torch.randperm(len(samples))
-        for index in range(per_epoch):
-            ids = order[index * config.batch : (index + 1) * config.batch]
-            with accountant.step(ids):
-                loss = next_token_loss(model, tokens[ids])
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            schedule.step()
-            first = first or accountant.last.losses
-            tell(epoch * per_epoch + index + 1, total, float(loss.detach()))
-    scores = {name: [0.0] * len(samples) for name in validation}
-    for row in accountant.scores().to_pylist():
-        scores[row["validation"]][row["sample_id"]] = row["score"]
-    with torch.no_grad():
-        last = {name: float(next_token_loss(model, rows)) for name, rows in validation.items()}
-    accountant.close()
-    return DemoResult(samples, scores, first, last, total)
+
+
+def _separation(low: np.ndarray, high: np.ndarray) -> float:
+    """Return the share of pairs in which the first is smaller; ties count half."""
+    if not len(low) or not len(high):
+        return float("nan")
+    ranked = np.sort(high)
+    above = len(ranked) - np.searchsorted(ranked, low, side="right")
+    level = np.searchsorted(ranked, low, side="right") - np.searchsorted(ranked, low, side="left")
+    return float((above + 0.5 * level).sum() / (len(low) * len(high)))

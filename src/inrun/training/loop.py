@@ -23,6 +23,7 @@ from inrun.engine import Accountant
 from inrun.engine.fold import folds
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
+from inrun.methods import find_method, resolve_update
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.metrics import Metrics
@@ -155,7 +156,7 @@ class Training:
         shape, size = describe_model(self.model), sum(p.numel() for p in self.model.parameters())
         return {
             "method": s.method,
-            "update": s.update,
+            "update": resolve_update(s.update, find_method(s.method)),
             "validation": list(self.config.validation),
             "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",
             "optimizers": ["AdamW"],
