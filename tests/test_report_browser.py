@@ -351,9 +351,9 @@ def test_page_never_scrolls_sideways(browser, which, width, request):
 
 @pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: npm install --prefix tests/browser, or make test-browser")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
-def test_axe_finds_nothing_serious(browser, story, scheme, width):
-    browser.open(story, width=width, scheme=scheme)
+@pytest.mark.parametrize(("which", "width"), [("story", 1200), ("story", 360), ("hostile", 1200)])
+def test_axe_finds_nothing_serious(browser, which, scheme, width, request):
+    browser.open(request.getfixturevalue(which), width=width, scheme=scheme)
     browser.choose("end", "bottom")
     browser.run(AXE.read_text(encoding="utf-8"))
     found = browser.driver.execute_async_script(
@@ -361,7 +361,7 @@ def test_axe_finds_nothing_serious(browser, story, scheme, width):
         const told = (v) => [v.impact, v.id, v.nodes.slice(0, 3).map((n) => n.html.slice(0, 200))];
         axe.run(document, {resultTypes: ["violations"]}).then((r) => done(r.violations.map(told)));"""
     )
-    print(f"axe {scheme} {width}: {[v[:2] for v in found]}")
+    print(f"axe {which} {scheme} {width}: {[v[:2] for v in found]}")
     assert [v for v in found if v[0] in ("serious", "critical")] == []
 
 
