@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -256,6 +257,16 @@ def test_resume_refuses_what_would_change_the_run(folder):
         train(make_config(settings(folder, steps=18)), resume=True)
 
 
+def test_a_run_that_failed_before_its_first_step_may_be_tried_again(folder):
+    with pytest.raises(ConfigurationError, match="math"):
+        train(make_config(settings(folder, validation={"code": {"split": "val", "where": {"domain": "math"}}})))
+    with pytest.raises(ConfigurationError, match="quadrature"):
+        train(make_config(settings(folder, scoring={"quadrature": "nonsense"})))
+    assert train(make_config(settings(folder))).finished
+    with pytest.raises(ConfigurationError, match="--resume"):
+        train(make_config(settings(folder)))
+
+
 def test_a_damaged_checkpoint_is_passed_over(folder, caplog):
     train(make_config(settings(folder, "unbroken")))
     train(make_config(settings(folder)))
@@ -305,7 +316,58 @@ def test_weights_of_a_local_folder(folder):
     with pytest.raises(ConfigurationError, match="has 24 positions"):
         train(make_config(settings(folder, "long", steps=1, model={**given, "context": 48})))
     with pytest.raises(ConfigurationError, match=r"config.json"):
-        train(make_config(settings(folder, "none", model={"path": str(folder)})))
+        train(make_config(settings(folder, "none", model={"type": "gpt2", "path": str(folder)})))
+
+
+def test_weights_of_an_earlier_run(folder):
+    train(make_config(settings(folder, "before")))
+    last = checkpoints_of(folder / "before")[-1]
+    zero = {"lr": 0.0, "final_lr": 0.0, "weight_decay": 0.0}
+    train(make_config(settings(folder, steps=1, model={"path": str(last), "pretrained": True}, optimizer=zero)))
+    assert same_weights(folder / "run", folder / "before")
+    with pytest.raises(TrainingError, match="does not fit"):
+        train(make_config(settings(folder, "wide", steps=1, model={"path": str(last), "pretrained": True, "width": 32})))
+    with pytest.raises(ConfigurationError, match="pretrained=true"):
+        train(make_config(settings(folder, "half", steps=1, model={"path": str(last)})))
+
+
+class FakeRun:
+    def __init__(self):
+        self.rows, self.ended = [], False
+
+    def log(self, values, step):
+        self.rows.append((step, values))
+
+    def finish(self):
+        self.ended = True
+
+
+def test_curves_of_domains_go_to_wandb_offline_and_tensorboard(folder, monkeypatch):
+    told, run = {}, FakeRun()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **k: told.update(k) or run))
+
+    class Writer:
+        def __init__(self, place, purge_step):
+            told["tensorboard"] = (place, purge_step, [])
+
+        def add_scalar(self, name, value, step):
+            told["tensorboard"][2].append((name, value, step))
+
+        def close(self):
+            told["closed"] = True
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    train(make_config(settings(folder, logging={"wandb": True, "tensorboard": True})))
+    assert told["mode"] == "offline" and run.ended and told["closed"]
+    assert "domains/code/prose" in run.rows[-2][1] and "validation/all" in run.rows[-1][1]
+    assert {name for name, _, _ in told["tensorboard"][2]} >= {"loss", "lr", "domains/all/code"}
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_sink_that_is_not_installed(folder, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "wandb" if name == "wandb" else "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigurationError, match=f"pip install {name}"):
+        train(make_config(settings(folder, logging={name: True})))
 
 
 def test_learning_rates():

@@ -50,7 +50,7 @@ class Model(Part, frozen=True):
 
     #: "gpt", or a model type of transformers (gpt2, gpt_neox, llama ...).
     type: str = "gpt"
-    #: A local folder with a transformers config.json; ``type`` is then read from it.
+    #: A local folder: with a transformers config.json (``type`` is then any but gpt), or for gpt a checkpoint of such a run.
     path: str | None = None
     #: Begin with the weights in ``path`` (safetensors) instead of random ones.
     pretrained: bool = False

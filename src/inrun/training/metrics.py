@@ -34,13 +34,11 @@ class Metrics:
     def __init__(self, run: Path, step: int, tensorboard: bool = False, wandb: bool = False) -> None:
         """Open the file; see the class."""
         self.path = run / "metrics.jsonl"
-        _cut(self.path, step)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
-        self._sinks: list[Sink] = []
-        if tensorboard:
-            self._sinks.append(_TensorBoard(run / "tensorboard", step))
+        self._sinks: list[Sink] = [_TensorBoard(run / "tensorboard", step)] if tensorboard else []
         if wandb:
             self._sinks.append(_Wandb(run))
+        _cut(self.path, step)
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
         """Write a row; nested names are joined by slashes for the other sinks."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.errors import ConfigurationError
+from inrun.training.checkpoint import read_checkpoint
 from inrun.training.config import Model
 from inrun.training.gpt import GPT, GPTConfig
 
@@ -21,14 +22,22 @@ _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hi
 
 def build_model(config: Model, vocab: int) -> nn.Module:
     """Make the model that a configuration names, for a tokenizer with ``vocab`` ids."""
-    if config.type == "gpt" and config.path is None:
-        if config.width % config.heads:
-            raise ConfigurationError(f"model.width {config.width} is not a multiple of model.heads {config.heads}")
-        if config.pretrained or config.options:
-            raise ConfigurationError("model.pretrained and model.options belong to models of transformers; model.type is gpt")
-        shape = GPTConfig(vocab, config.context, config.width, config.layers, config.heads, config.dropout, config.tied)
-        return GPT(shape)
-    return _from_transformers(config, vocab)
+    return _gpt(config, vocab) if config.type == "gpt" else _from_transformers(config, vocab)
+
+
+def _gpt(config: Model, vocab: int) -> nn.Module:
+    if config.width % config.heads:
+        raise ConfigurationError(f"model.width {config.width} is not a multiple of model.heads {config.heads}")
+    if config.options or bool(config.path) != config.pretrained:
+        raise ConfigurationError(
+            "model.type is gpt: model.options belong to models of transformers, and model.path, a checkpoint of such a run, goes "
+            "with model.pretrained=true"
+        )
+    shape = GPTConfig(vocab, config.context, config.width, config.layers, config.heads, config.dropout, config.tied)
+    model = GPT(shape)
+    if config.path is not None:
+        read_checkpoint(Path(config.path)).load_model(model)
+    return model
 
 
 def _from_transformers(config: Model, vocab: int) -> nn.Module:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,20 +46,21 @@ def train(
     if config.threads:
         torch.set_num_threads(config.threads)
     _check_device(config.device)
-    data = prepare(config, tokenizer_of(config, run), reading)
-    _check_data(checkpoint, data)
-    training = Training(config, data, checkpoint)
-    metrics = Metrics(run, training.step, config.logging.tensorboard, config.logging.wandb)
-    try:
+    with contextlib.ExitStack() as stack:
+        metrics = Metrics(run, checkpoint.step if checkpoint else 0, config.logging.tensorboard, config.logging.wandb)
+        stack.callback(metrics.close)
+        data = prepare(config, tokenizer_of(config, run), reading)
+        _check_data(checkpoint, data)
+        training = Training(config, data, checkpoint)
+        stack.callback(training.close)
         return training.go(metrics, tell, stop)
-    finally:
-        metrics.close()
-        training.close()
 
 
 def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     """Write the resolved configuration of a new run, or find where an old one goes on."""
     saved = run / "config.yaml"
+    if saved.exists() and not resume and _nothing_done(run):
+        _clear(run)
     if not saved.exists():
         if (run / "run.json").exists():
             raise ConfigurationError(f"{run} holds books that `inrun train` did not write; choose another folder with run=")
@@ -80,6 +83,18 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     if checkpoint is not None and (checkpoint.state.get("accountant") is None) == config.scoring.enabled:
         raise TrainingError(f"{run} was begun with scoring.enabled={not config.scoring.enabled}; it cannot change within a run")
     return checkpoint
+
+
+def _nothing_done(run: Path) -> bool:
+    """Whether a run failed before its first step, by a wrong path or option: then the next try is a new one."""
+    return not checkpoints_of(run) and not any((run / "contributions").glob("*"))
+
+
+def _clear(run: Path) -> None:
+    for name in ("manifest", "contributions", "accounts", "samples", "tokenizer", "checkpoints"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    for name in ("run.json", "metrics.jsonl", "config.yaml"):
+        (run / name).unlink(missing_ok=True)
 
 
 def _check_same(before: TrainConfig, now: TrainConfig, file: Path) -> None:
