@@ -103,7 +103,9 @@ def open_source(
         steps, skipped = _recorded(reader.contributions(), reader.accounts())
         run_id = str(reader.about.get("run_id"))
     else:
-        log.warning("inrun: %s was trained without scores: its batches follow from its seed, and no live score can be checked", folder)
+        log.warning(
+            "inrun: %s was trained without scores: its batches follow from its seed, and no live score can be checked", folder
+        )
         steps, skipped, run_id = _by_seed(config, data, checkpoints[-1].step), {}, None
     if not steps:
         raise TrainingError(f"{folder} has no scored step in its books yet: there is nothing to replay. Wait for its next flush")
@@ -113,8 +115,8 @@ def open_source(
 def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]) -> TrainConfig:
     if not (folder / "config.yaml").is_file():
         raise ConfigurationError(
-            f"{folder} is not a run of `inrun train`: there is no config.yaml. Only such runs have the data, recipe and checkpoints "
-            "that a replay needs"
+            f"{folder} is not a run of `inrun train`: there is no config.yaml. Only such runs have the data, recipe and "
+            "checkpoints that a replay needs"
         )
     config = load_config(folder / "config.yaml")
     taken = [name for name in new if name in config.validation]
