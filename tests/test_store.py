@@ -442,10 +442,10 @@ from inrun.training.chunks import Chunks
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(0)
 words = ["".join(rng.choices("abcdefghij", k=rng.randrange(1, 9))) for _ in range(5000)]
+block = "".join(json.dumps({"text": " ".join(rng.choices(words, k=400)), "domain": "d"}) + "\\n" for _ in range(500))
 with open(folder / "big.jsonl", "w") as f:
-    while f.tell() < size:
-        for _ in range(200):
-            f.write(json.dumps({"text": " ".join(rng.choices(words, k=400)), "domain": "d"}) + "\\n")
+    for _ in range(size // len(block) + 1):
+        f.write(block)
 def status(name):  # ru_maxrss would be that of the parent: it survives exec
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
 before, began = status("VmRSS"), time.perf_counter()
