@@ -10,6 +10,7 @@ import click
 
 from inrun import __version__
 from inrun.cli.ledger_commands import add_commands as add_ledger_commands
+from inrun.cli.replay_command import add_commands as add_replay_command
 from inrun.cli.report_command import add_commands as add_report_command
 from inrun.cli.train_commands import add_commands as add_train_commands
 from inrun.cli.trust_commands import add_commands as add_trust_commands
@@ -138,6 +139,7 @@ def fidelity(out: str | None, as_json: bool, **options: Any) -> None:
 
 
 add_train_commands(cli)
+add_replay_command(cli)
 add_ledger_commands(cli)
 add_trust_commands(cli)
 add_report_command(cli)

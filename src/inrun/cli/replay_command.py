@@ -1,0 +1,159 @@
+"""`inrun replay`: scores for validation data that arrived after training."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from inrun.errors import ConfigurationError
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  inrun replay runs/mine --validation new.jsonl            every step again, exactly; books in runs/mine/replays/new
+  inrun replay runs/mine --validation math=new.jsonl --every 10      a tenth of the steps, a tenth of the time
+  inrun replay runs/mine --validation new.jsonl --from nearest --method first --rows 0 --refresh 1000
+  inrun replay runs/mine                                   only says how close replay is, by sets that were scored live
+Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
+"""
+)
+@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@click.option("--validation", "-v", "files", multiple=True, metavar="[NAME=]FILE", help="New validation data (repeatable).")
+@click.option("--rows", type=click.IntRange(0), help="Rows of a set per step, 0 for all (default: as the run's own sets).")
+@click.option("--folds", default=0, type=click.IntRange(0), help="Parts scored side by side, for standard errors.")
+@click.option("--where", multiple=True, metavar="KEY=VALUE", help="Only documents with this domain, source or owner (repeatable).")
+@click.option(
+    "--from",
+    "mode",
+    default="exact",
+    show_default=True,
+    type=click.Choice(["exact", "interpolate", "nearest", "before"]),
+    help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
+)
+@click.option("--exact", is_flag=True, help="The same as --from exact.")
+@click.option("--method", type=click.Choice(["first", "lookahead", "second", "midpoint"]), help="Default: the run's.")
+@click.option("--update", type=click.Choice(["auto", "sgd", "frozen", "secant"]), help="Default: the run's.")
+@click.option("--refresh", type=click.IntRange(1), metavar="K", help="Steps that share a validation gradient (first, lookahead).")
+@click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="K", help="Replay one step in K.")
+@click.option("--limit-steps", type=click.IntRange(1), metavar="N", help="Replay the first N steps only.")
+@click.option("--out", type=click.Path(), metavar="DIR", help="Where the new books go (default: RUN/replays/NAME).")
+@click.option("--check/--no-check", default=True, help="Say how close replay is, by a set that was scored live (default: yes).")
+@click.option("--check-set", multiple=True, metavar="NAME", help="By which set (repeatable; default: the first).")
+@click.option(
+    "--check-steps", default=48, show_default=True, type=click.IntRange(2), metavar="N", help="Steps per line of the table."
+)
+@click.option("--data", multiple=True, metavar="PATH", help="Where the training data is now, if it has moved (repeatable).")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads (default: as many as the run had).")
+@click.option("--quiet", is_flag=True, help="Show no progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: bool, mode: str, **options: Any) -> None:
+    """Score the samples of RUN, a run of `inrun train`, for validation data that arrived afterwards.
+
+    Steps are taken again from the run's checkpoints, with the batches in its books. Exact replay goes on training from them, and is
+    the run itself to rounding. The others look at every step from a saved state, and are guesses: see how good they are by
+    `inrun replay RUN` alone.
+    """
+    from inrun.cli.replay_table import print_replayed, print_study, progress
+    from inrun.cli.train_progress import reading_bar
+    from inrun.training.replay import choose_steps
+    from inrun.training.replay import replay as run_replay
+    from inrun.training.replay_engine import Look
+    from inrun.training.replay_source import open_source
+    from inrun.training.replay_study import study
+
+    if exact and mode != "exact":
+        raise ConfigurationError(f"--exact and --from {mode} are two different ways; give one of them")
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    new = _sets(Path(run), files, options["rows"], options["folds"], options["where"])
+    out = Path(options["out"] or Path(run) / "replays" / "-".join(new))
+    if new and out.exists():
+        raise ConfigurationError(f"{out} exists already; choose another folder with --out, or move it away")
+    with reading_bar(quiet) as reading:
+        source = open_source(run, new, paths=options["data"], reading=reading)
+    _set_threads(options["threads"], source)
+    look = Look(mode, options["method"], options["update"], options["refresh"])
+    sets = _check_sets(source, options["check_set"], options["check"] or not new, everything=not new)
+    with progress(quiet) as tell:
+        if not new:
+            lines = study(source, sets, ["exact", "interpolate", "nearest", "before"], options["check_steps"], look, tell)
+            click.echo(json.dumps({"run": run, "study": [c.as_dict() for c in lines]})) if as_json else print_study(lines)
+            return
+        steps = choose_steps(source, look, options["every"], options["limit_steps"])
+        beside = sets if mode == "exact" else []
+        result = run_replay(
+            source, list(new), out, look, steps=steps, check=beside, tell=lambda done, total: tell("replaying", done, total)
+        )
+        lines = study(source, sets, [mode], options["check_steps"], look, tell) if sets and mode != "exact" else []
+    summary = {"run": run, **result.as_dict(), "study": [c.as_dict() for c in lines]}
+    (out / "replay.json").write_text(json.dumps(summary, indent=2), "utf-8")
+    if as_json:
+        click.echo(json.dumps(summary))
+        return
+    print_replayed(result)
+    if lines:
+        print_study(lines)
+
+
+def _sets(run: Path, files: tuple[str, ...], rows: int | None, folds: int, where: tuple[str, ...]) -> dict[str, Any]:
+    """Return the new validation sets by name."""
+    from inrun.training.config import ValidationSet, load_config
+
+    chosen: dict[str, list[str]] = {}
+    for text in where:
+        key, equals, value = text.partition("=")
+        if not equals or not key or not value:
+            raise ConfigurationError(f"--where is {text!r}; accepted is KEY=VALUE, such as domain=math")
+        chosen.setdefault(key, []).append(value)
+    if rows is None and (run / "config.yaml").is_file():
+        own = [v.rows for v in load_config(run / "config.yaml").validation.values()] or [1]
+        rows = 0 if 0 in own else max(*own, folds, 1)
+    found: dict[str, Any] = {}
+    for text in files:
+        name, equals, file = text.partition("=")
+        if not equals or Path(text).exists():  # a path may hold a "=" itself
+            name, file = _stem(Path(text)), text
+        if not Path(file).exists():
+            raise ConfigurationError(f"--validation {text!r}: there is no file or folder {file!r}")
+        if name in found:
+            raise ConfigurationError(f"two validation sets are called {name!r}; name them apart: NAME=FILE")
+        found[name] = ValidationSet(paths=[file], rows=rows or 0, folds=folds, where=dict(chosen))
+    return found
+
+
+def _stem(file: Path) -> str:
+    """Return a file's name without its endings: new of new.jsonl.gz."""
+    name = file.name or file.resolve().name
+    return name.split(".")[0] or name
+
+
+def _set_threads(given: int | None, source: Any) -> None:
+    """Take as many threads as the run had: sums are then rounded as they were."""
+    import os
+
+    import torch
+
+    had = int(source.checkpoints[-1].state.get("threads") or 0)
+    torch.set_num_threads(given or min(had, os.cpu_count() or 1) or torch.get_num_threads())
+
+
+def _check_sets(source: Any, given: tuple[str, ...], wanted: bool, everything: bool) -> list[str]:
+    """Return the live sets to check by."""
+    unknown = [name for name in given if name not in source.live_sets]
+    live = ", ".join(source.live_sets) or "none"
+    if unknown:
+        raise ConfigurationError(f"--check-set {unknown[0]!r} was not scored live by {source.run}; it has {live}")
+    if everything and not source.live_sets:
+        raise ConfigurationError(f"{source.run} scored no validation set live to check by; give new data with --validation FILE")
+    if not wanted:
+        return []
+    return list(given) or (source.live_sets if everything else source.live_sets[:1])
+
+
+def add_commands(cli: click.Group) -> None:
+    """Add the command of this file."""
+    cli.add_command(replay)
