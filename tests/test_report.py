@@ -372,6 +372,8 @@ def test_metrics_are_drawn_where_there_are_some(tmp_path):
     assert metrics["training"]["loss"][0] == pytest.approx(3.0, abs=0.01) and metrics["training"]["loss"][-1] > 3
     assert [c["name"] for c in metrics["evaluation"]] == ["docs"] and len(metrics["evaluation"][0]["step"]) == 10
     assert gather(run, by=None, top=1, text=True).metrics.unreadable == 5
+    (run / "metrics.jsonl").write_text("\n".join(json.dumps({"step": s, "validation": {"v": 2.0 - s / 100}}) for s in range(6)))
+    assert Page(build_report(run)).data["metrics"]["evaluation"] == []  # the books say the same
 
 
 def test_no_text_leaves_texts_out(story, tmp_path):

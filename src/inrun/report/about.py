@@ -26,6 +26,7 @@ METHODS = {
 UPDATES = {
     "sgd": "as if the optimizer were plain SGD (the paper's proxy)",
     "frozen": "the optimizer's own rule, with its state as it stood before the step",
+    "auto": "frozen for methods that score inside the backward, secant for those that wait for the optimizer",
     "secant": "every sample's share of the move that the optimizer really made",
 }
 PAPER = """@inproceedings{wang2025data,

@@ -36,6 +36,8 @@ class SetBooks:
     audited: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
+    #: The steps at which these two were measured: not every step need measure its loss.
+    loss_steps: tuple[int, int] = (0, 0)
     #: Over the audited steps.
     fall: float | None = None
     totals: dict[str, float | None] = field(default_factory=dict)
@@ -75,7 +77,7 @@ def _one_set(books: Books, name: str, method: str, update: str) -> SetBooks:
     )
     off, spread, *totals = rest
     steps, skipped = books.row("SELECT count(*), count(skipped) FROM booked WHERE name = $name", name=name)
-    first, last = _ends(books, name)
+    ends = _ends(books, name)
     relative = off / spread if off is not None and spread else None
     found = dict(zip(PARTS, totals, strict=True))
     whole = [part for part in PARTS if found[part] is not None]
@@ -84,8 +86,9 @@ def _one_set(books: Books, name: str, method: str, update: str) -> SetBooks:
         steps=steps,
         skipped=skipped,
         audited=audited,
-        loss_first=first,
-        loss_last=last,
+        loss_first=ends[0][1] if ends else None,
+        loss_last=ends[1][1] if ends else None,
+        loss_steps=(ends[0][0], ends[1][0]) if ends else (0, 0),
         fall=fall,
         totals=found,
         relative_residual=relative,
@@ -95,12 +98,12 @@ def _one_set(books: Books, name: str, method: str, update: str) -> SetBooks:
     )
 
 
-def _ends(books: Books, name: str) -> tuple[float | None, float | None]:
-    """Return the first validation loss known, and the last (after its step, where that was measured)."""
+def _ends(books: Books, name: str) -> list[tuple[int, float]]:
+    """Return the first validation loss known and the last (after its step, where that was measured), each with its step."""
     known = "FROM booked WHERE name = $name AND loss_before IS NOT NULL ORDER BY step"
-    first = books.relation(f"SELECT loss_before {known} LIMIT 1", name=name).fetchall()
-    last = books.relation(f"SELECT coalesce(loss_after, loss_before) {known} DESC LIMIT 1", name=name).fetchall()
-    return (first[0][0], last[0][0]) if first else (None, None)
+    first = books.relation(f"SELECT step, loss_before {known} LIMIT 1", name=name).fetchall()
+    last = books.relation(f"SELECT step, coalesce(loss_after, loss_before) {known} DESC LIMIT 1", name=name).fetchall()
+    return [*first, *last]
 
 
 def _bucket(rows: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from inrun.report.gather import Findings
 from inrun.report.text import one_line
 
@@ -29,5 +31,18 @@ def payload(found: Findings) -> dict[str, Any]:
 def _metrics(found: Findings) -> dict[str, Any] | None:
     if found.metrics is None:
         return None
-    evaluation = [{"name": one_line(name, 60), **curve} for name, curve in found.metrics.evaluation.items()]
+    known = {books.name: books.curve for books in found.accounts}
+    new = {name: curve for name, curve in found.metrics.evaluation.items() if not _same(curve, known.get(name))}
+    evaluation = [{"name": one_line(name, 60), **curve} for name, curve in new.items()]
     return {"training": found.metrics.training, "evaluation": evaluation}
+
+
+def _same(evaluation: dict[str, list[Any]], books: dict[str, list[Any]] | None) -> bool:
+    """Whether a curve of the metrics says what the books say already, up to their last flush; both may be thinned."""
+    if books is None or not books["step"]:
+        return False
+    step, loss = np.array(evaluation["step"]), np.array(evaluation["loss"])
+    within = (step >= books["step"][0]) & (step <= books["step"][-1])
+    if not within.any() or within.sum() > len(books["step"]):
+        return False
+    return bool(np.allclose(np.interp(step[within], books["step"], books["loss"]), loss[within], rtol=2e-3))

@@ -107,7 +107,8 @@ def _loss(books: SetBooks) -> Headline:
     if change == 0:
         return Headline("Validation loss", number(last), "unchanged")
     note = f"fell by {number(change)}" if change > 0 else f"rose by {number(-change)}"
-    return Headline("Validation loss", f"{number(first)} → {number(last)}", f"{note} over the run", "good" if change > 0 else "bad")
+    where = "steps {:,} to {:,}".format(*books.loss_steps)
+    return Headline("Validation loss", f"{number(first)} → {number(last)}", f"{note}, {where}", "good" if change > 0 else "bad")
 
 
 def _negative(scores: Distribution | None, folds: int) -> list[Headline]:

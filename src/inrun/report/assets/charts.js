@@ -94,6 +94,14 @@ const ACCOUNTS = [
   ["residual", "residual", () => colour(2), { dash: "dashdot" }],
 ];
 
+// What the optimizer's memory did to the loss, beside the samples of the steps themselves.
+function role({ fall, data: paid, momentum, optimizer }) {
+  const memory = (momentum ?? optimizer ?? []).at(-1);
+  if (memory === undefined || memory === null) return "";
+  if (memory < 0) return ": here they undid part of what the samples of these steps gained";
+  return paid.at(-1) < fall.at(-1) ? ", which is why the data account alone does not reach the fall" : "";
+}
+
 function drawBooks() {
   const books = data.books[state.set];
   if (!books.audited) return none("books", "No step was audited, so the accounts were not measured. Ask for it with audit_every= when training.");
@@ -102,7 +110,7 @@ function drawBooks() {
     name, swatch: fill(), trace: line(books.curve.step, books.curve[key], fill(), style),
   }));
   const said = `Added up over ${whole(books.audited)} audited of ${whole(books.steps)} steps; up means that the loss fell. ` +
-    "Momentum is made of earlier samples' pushes, which is why the data account alone does not reach the fall.";
+    `Momentum is made of earlier samples' pushes${role(books.curve)}.`;
   draw("books", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss, added up" } }, said);
 }
 
