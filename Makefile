@@ -9,7 +9,7 @@ PIP_FLAGS := --disable-pip-version-check -q -c constraints.txt
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_FLAGS) torch==2.13.0
-	$(BIN)/pip install $(PIP_FLAGS) -e .
+	$(BIN)/pip install $(PIP_FLAGS) -e ".[report]"
 	touch $@
 
 $(VENV)/dev: $(VENV)/core
