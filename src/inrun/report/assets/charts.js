@@ -99,7 +99,7 @@ function role({ fall, data: paid, momentum, optimizer }) {
   const memory = (momentum ?? optimizer ?? []).at(-1);
   if (memory === undefined || memory === null) return "";
   if (memory < 0) return ": here they undid part of what the samples of these steps gained";
-  return paid.at(-1) < fall.at(-1) ? ", which is why the data account alone does not reach the fall" : "";
+  return (paid ?? [0]).at(-1) < fall.at(-1) ? ", which is why the data account alone does not reach the fall" : "";
 }
 
 function drawBooks() {
