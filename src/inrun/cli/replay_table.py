@@ -55,7 +55,7 @@ def print_study(lines: Sequence[Closeness]) -> None:
     for name in dict.fromkeys(c.validation for c in lines):
         title = f"replay of {printable(name, 40)} beside its live scores (samples' scores over the same steps)"
         table = Table(title=title, box=box.SIMPLE, padding=(0, 1), collapse_padding=True)
-        heads = ("spacing", "states", "from", "steps", "Spearman", "Pearson", "Σ / live", "Σ|c| / live", "domains", "s/step")
+        heads = ("spacing", "from", "steps", "Spearman", "Pearson", "Σ c\n/ live", "Σ|c|\n/ live", "domains", "s/step")
         for head in heads:
             table.add_column(head, justify="left" if head == "from" else "right", no_wrap=True)
         previous = None
@@ -64,7 +64,7 @@ def print_study(lines: Sequence[Closeness]) -> None:
                 table.add_section()
             previous = c.spacing
             numbers = (c.spearman, c.pearson, c.total, c.spread, c.domains, c.seconds / max(c.steps, 1))
-            table.add_row(_number(c.spacing, 0), str(c.states), c.mode, str(c.steps), *(_number(x, 3) for x in numbers))
+            table.add_row(_number(c.spacing, 0), c.mode, str(c.steps), *(_number(x, 3) for x in numbers))
         console.print(table)
     click.echo("spacing: steps between states that are looked from; domains: Spearman of their totals; exact replay trains on from")
     click.echo("checkpoints, so that its spacing does not matter. The others are guesses, no cheaper step by step.")

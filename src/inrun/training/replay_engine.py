@@ -185,8 +185,9 @@ class Replayer:
             self._go_to(step, fresh)
             self._score(ids, lr, None)
         else:
+            self._set_lr(lr)
             with self.accountant.suspended():
-                self._train(ids, lr, None, None)
+                self._train(ids, None, None)
 
     def _go_on_from(self, anchor: Anchor) -> None:
         updates = self.stage.shelf.load(anchor).updates
@@ -203,14 +204,17 @@ class Replayer:
         a.load_state_dict(state)
 
     def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
+        self._set_lr(lr)  # before the step opens: lookahead moves by it
         with self.accountant.step() as observe:
-            self._train(ids, lr, clip, observe)
+            self._train(ids, clip, observe)
 
-    def _train(self, ids: Ids, lr: float, clip: float | None, observe: Any) -> None:
+    def _set_lr(self, lr: float) -> None:
+        for group in self.training.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _train(self, ids: Ids, clip: float | None, observe: Any) -> None:
         """Take a step as training does; with a clip factor that is known, instead of one that is measured here."""
         t = self.training
-        for group in t.optimizer.param_groups:
-            group["lr"] = lr
         t.backward(ids, self.source.data.sample_tokens(ids, t.device), observe)
         if clip is None:
             norm = t.clip()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from inrun.errors import TrainingError
 from inrun.training.checkpoint import Checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.models import build_model, decay_groups
@@ -100,6 +101,11 @@ class Shelf:
                 anchor.checkpoint.load_optimizer(optimizer)
                 anchor.checkpoint.load_random()
             random = torch.get_rng_state()
+        if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+            raise TrainingError(
+                f"the run had diverged by step {anchor.step}: the weights of its checkpoint are not finite, and nothing can be "
+                "looked at from there. Replay the steps long before it with --limit-steps"
+            )
         states = [optimizer.state.get(p, {}) for p in model.parameters()]
         return Snapshot(
             weights=[p.detach() for p in model.parameters()],

@@ -108,7 +108,8 @@ def open_source(
         )
         steps, skipped, run_id = _by_seed(config, data, checkpoints[-1].step), {}, None
     if not steps:
-        raise TrainingError(f"{folder} has no scored step in its books yet: there is nothing to replay. Wait for its next flush")
+        why = f"all {len(skipped)} were skipped, such as {next(iter(skipped.items()))}" if skipped else "wait until it has some"
+        raise TrainingError(f"{folder} has no scored step in its books, and there is nothing to replay: {why}")
     return Source(folder, run_id, config, data, checkpoints, steps, skipped)
 
 
