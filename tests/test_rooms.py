@@ -20,7 +20,7 @@ ALLOWED = {
     "fidelity": {"fidelity", "engine", "truth", "errors"},
     "ledger": {"ledger", "errors"},
     "report": {"report", "ledger", "errors"},
-    "training": {"training", "engine", "methods", "ledger", "errors"},
+    "training": {"training", "engine", "ledger", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "engine", "errors"},
     "bench": {"bench", "engine", "layers", "training", "errors"},
 }

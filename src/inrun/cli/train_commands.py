@@ -115,12 +115,13 @@ def demo(run: str, steps: int, as_json: bool) -> None:
 
 def _report(run: str) -> Path | None:
     """Write the report, where what draws it is installed."""
+    from inrun.report import ReportError, build_report
+
     try:
-        from inrun.report import build_report
-    except ImportError as error:
-        click.echo(f"no report: {error.name} is missing; pip install 'inrun[report]'", err=True)
+        return Path(build_report(run))
+    except ReportError as error:
+        click.echo(f"no report: {error}", err=True)
         return None
-    return Path(build_report(run))
 
 
 def s_of(count: int, noun: str) -> str:

@@ -76,6 +76,7 @@ class Accountant:
             differentiated twice; on a small GPT exact to about 0.1 % in float32).
         deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
             steps; None for no limit. What is needed is said at the first step; more than allowed raises.
+        about: What ``run.json`` of a new ledger says beside method, model and coverage (plain data).
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Accountant:
         quadrature: str | None = None,
         hessian: str = "double",
         deferred_memory: int | str | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Attach to the model and its optimizers; :meth:`close` detaches."""
         if not isinstance(model, nn.Module):
@@ -144,11 +146,6 @@ class Accountant:
         if self._foreign:
             log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self._foreign))
         self.audits = Schedule(audit_every)
-        self.ledger: LedgerWriter
-        if isinstance(ledger, (str, os.PathLike)):
-            self.ledger = Ledger(os.fspath(ledger), about=self._about())
-        else:
-            self.ledger = MemoryLedger() if ledger is None else ledger
         self._owns_ledger = is_path
         self.steps_done = 0
         self.open_step: Step | None = None
@@ -167,10 +164,25 @@ class Accountant:
         self.capture = Capture(model, sites, "project" if bitwise else form, check_rows)
         self.capture.after_forward = self._after_forward
         self.capture.in_step = lambda: self.open_step is not None
+        self.ledger = self._begin_books(ledger, about or {})
         self._hooks = [o.register_step_pre_hook(self._before_step(i)) for i, o in enumerate(self.optimizers)]
         self._hooks += [o.register_step_post_hook(self._after_step(i)) for i, o in enumerate(self.optimizers)]
         _attached[model] = None
         self._tell_fallbacks()
+
+    def _begin_books(self, ledger: LedgerWriter | str | os.PathLike[str] | None, about: Mapping[str, Any]) -> LedgerWriter:
+        if not isinstance(ledger, (str, os.PathLike)):
+            return MemoryLedger() if ledger is None else ledger
+        rules: dict[str, int] = {}
+        for row in self.coverage:
+            rules[row.rule] = rules.get(row.rule, 0) + row.numel
+        coverage = {"share": self.coverage.scored_share, "entries_by_rule": rules}
+        try:
+            return Ledger(os.fspath(ledger), about={**self._about(), "coverage": coverage, **about})
+        except BaseException:
+            self.capture.close()
+            self.watch.close()
+            raise
 
     def _tell_fallbacks(self) -> None:
         slow = [s for s in self.capture.sites if s.is_fallback]

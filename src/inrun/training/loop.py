@@ -23,7 +23,6 @@ from inrun.engine import Accountant
 from inrun.engine.fold import folds
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
-from inrun.methods import find_method, resolve_update
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.metrics import Metrics
@@ -127,39 +126,42 @@ class Training:
                 method=s.method,
                 update=s.update,
                 audit_every=s.audit_every,
-                ledger=ledger,
+                ledger=self.run if ledger is None else ledger,
                 refresh=s.refresh,
                 bitwise=s.bitwise,
                 quadrature=s.quadrature,
                 deferred_memory=s.deferred_memory,
+                about=self._about(),
             )
+        except BaseException:
+            if ledger is not None:
+                ledger.close()
+            raise
+        books = accountant.ledger
+        assert isinstance(books, Ledger)
+        try:
+            if not books.files("samples"):
+                self.data.register(books)
             if checkpoint is not None:
                 accountant.load_state_dict(checkpoint.state["accountant"])
         except BaseException:
-            ledger.close()
+            accountant.close()
+            books.close()
             raise
         return accountant
 
-    def _ledger(self, checkpoint: Checkpoint | None) -> Ledger:
+    def _ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
+        """Go on with the books of the folder; None where there are none yet."""
         if checkpoint is not None:
-            ledger = Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
-        elif (self.run / "run.json").exists():  # killed before the first checkpoint
-            ledger = Ledger.resume(self.run, None)
-        else:
-            ledger = Ledger(self.run, about=self._about())
-        if not ledger.files("samples"):
-            self.data.register(ledger)
-        return ledger
+            return Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
+        if (self.run / "run.json").exists():  # killed before the first checkpoint
+            return Ledger.resume(self.run, None)
+        return None
 
     def _about(self) -> dict[str, Any]:
-        s = self.config.scoring
         shape, size = describe_model(self.model), sum(p.numel() for p in self.model.parameters())
         return {
-            "method": s.method,
-            "update": resolve_update(s.update, find_method(s.method)),
-            "validation": list(self.config.validation),
             "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",
-            "optimizers": ["AdamW"],
             "tokenizer": self.data.tokenizer.name,
             "context": self.config.model.context,
             "batch": self.config.batch.size,
