@@ -23,7 +23,7 @@ from inrun.training.replay_compare import correlation, ranks
 from inrun.training.replay_engine import Look, Replayer
 from inrun.training.replay_places import MODES, Place, anchors_of, place_of
 from inrun.training.replay_source import open_source
-from inrun.training.replay_study import sampled_steps, study, thinnings
+from inrun.training.replay_study import sampled_steps, study, thinnings, whole_stretches
 from inrun.training.session import train
 from test_train import corpus, settings
 
@@ -215,6 +215,7 @@ def test_which_steps(folder):
     with pytest.raises(TrainingError, match="steps 0 to 11"):
         choose_steps(source, Look("before"), 100)
     assert [len(t) for t in thinnings(anchors_of(source.checkpoints))] == [4, 3, 2]
+    assert [s.step for s in whole_stretches(source.steps, anchors_of(source.checkpoints), 8)] == [0, 1, 2, 3, 4, 10, 11]
     steps = [s.step for s in sampled_steps(source.steps, 4)]
     assert len(steps) == 4 and all(3 * i <= s < 3 * i + 3 for i, s in enumerate(steps))
 

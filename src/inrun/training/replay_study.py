@@ -11,10 +11,9 @@ import numpy as np
 
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
-from inrun.training.replay import choose_steps
 from inrun.training.replay_compare import Closeness, compare
 from inrun.training.replay_engine import Look, Replayer
-from inrun.training.replay_places import Anchor, anchors_of
+from inrun.training.replay_places import Anchor, anchors_of, place_of
 from inrun.training.replay_source import RecordedStep, Source
 
 #: Called with what is looked at, steps done and steps in all.
@@ -43,6 +42,17 @@ def sampled_steps(steps: Sequence[RecordedStep], count: int, seed: int = 0) -> l
     edges = np.linspace(0, len(steps), count + 1).astype(int)
     generator = np.random.default_rng(seed)
     return [steps[generator.integers(low, high)] for low, high in pairwise(edges)]
+
+
+def whole_stretches(steps: Sequence[RecordedStep], anchors: Sequence[Anchor], count: int) -> list[RecordedStep]:
+    """Choose stretches between states, spread over the run, up to about ``count`` steps: training errs most at their ends."""
+    at = [a.step for a in anchors]
+    parts: dict[int, list[RecordedStep]] = {}
+    for recorded in steps:
+        parts.setdefault(place_of(recorded.step, at, "before").first, []).append(recorded)
+    wanted = max(1, round(count * len(parts) / len(steps)))
+    chosen = np.unique(np.linspace(0, len(parts) - 1, wanted).round().astype(int))
+    return [recorded for i in chosen for recorded in list(parts.values())[i][:count]]
 
 
 def study(
@@ -89,7 +99,7 @@ def _one(replayer: Replayer, anchors: list[Anchor], mode: str, count: int, tell:
         tell(f"{len(anchors)} states, {mode}", done, total)
 
     if mode == "exact":
-        steps = choose_steps(source, Look(mode), every=max(1, len(source.steps) // count))
+        steps = whole_stretches(source.steps, anchors, count)
         replayer.exact([r.step for r in steps], anchors, keep, watch)
     else:
         steps = sampled_steps(source.steps, count)
