@@ -12,8 +12,9 @@ import inrun
 from inrun.cli.demo_story import findings, tell_story
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
+from inrun.ledger.curate import curate
 from inrun.training.corpus import COPY, NOISE, SCRAMBLED, demo_texts
-from inrun.training.demo import MARK, DemoConfig, _separation, find_planted, run_demo
+from inrun.training.demo import MARK, VIEW, DemoConfig, _separation, find_planted, run_demo
 from inrun.training.loop import Result, Status
 
 
@@ -36,15 +37,18 @@ def test_texts():
 def test_planted_samples_are_told_by_their_scores(tmp_path):
     """Known answers: 2 of 3 planted samples are clear of their error, one real one is flagged by mistake."""
     sources = [NOISE, NOISE, SCRAMBLED, "os.py", "re.py"]
+    texts = [{"sample_id": i, "source": s, "text": f"text {i}"} for i, s in enumerate(sources)]
     values = {0: (-1.0, -1.1), 1: (-1.0, -1.2), 2: (-1.0, 0.9), 3: (-2.0, -2.1), 4: (1.0, 1.0)}
     with inrun.Ledger(tmp_path / "run", about={"method": "midpoint", "update": "secant"}) as ledger:
-        ledger.register_samples([{"sample_id": i, "source": s} for i, s in enumerate(sources)])
+        ledger.register_samples(texts)
         columns = {f"a#{k}": np.array([values[i][k] for i in range(5)], np.float32) for k in (0, 1)}
         ledger.write(StepRecord(0, np.arange(5), columns, []))
     found = find_planted(inrun.Ledger.open(tmp_path / "run"))
     assert (found.planted, found.samples, found.flagged, found.hits) == (3, 5, 3, 2)
     assert found.precision == pytest.approx(2 / 3) and found.recall == pytest.approx(2 / 3)
-    assert found.separation == pytest.approx(3 / 6)
+    assert found.separation == pytest.approx(3 / 6) and found.among_lowest == 2
+    dropped = curate(tmp_path / "run", tmp_path / "curated", view=VIEW).dropped  # the command that the story names
+    assert dropped == found.flagged
     assert _separation(np.array([0.0, 1.0]), np.array([1.0, 2.0])) == pytest.approx((1 + 1 + 0.5 + 1) / 4)
 
 

@@ -13,7 +13,7 @@ from inrun.cli.text import printable
 from inrun.ledger import SIGN, Ledger, LedgerReader, Summary, summarise
 from inrun.ledger.queries import extremes, groups
 from inrun.training.corpus import COPY, NOISE, SCRAMBLED
-from inrun.training.demo import Found, find_planted
+from inrun.training.demo import VIEW, Found, find_planted
 from inrun.training.loop import Result
 
 
@@ -63,7 +63,8 @@ def tell_story(told: dict[str, Any], report: Path | None) -> None:
         console.print(f"report   {escape(str(report))}", soft_wrap=True, highlight=False)
     run = escape(told["run"])
     console.print(f"ledger   {run}", soft_wrap=True, highlight=False)
-    console.print(f"next     inrun curate {run} --out {run}-curated     drops what hurts", soft_wrap=True, highlight=False)
+    command = f"inrun curate {run} --out {run}-curated --view {VIEW}"
+    console.print(f"next     {command}     drops what hurts", soft_wrap=True, highlight=False)
     console.print(f"         inrun scores {run} --bottom 20", soft_wrap=True, highlight=False)
 
 
@@ -119,7 +120,8 @@ def _tell_planted(console: Console, told: dict[str, Any]) -> None:
     console.print(
         f"[bold]Planted rubbish[/bold]: {p['planted']} of {p['samples']:,} samples are random or scrambled characters. "
         f"{p['flagged']} samples score below zero by more than two standard errors, {p['hits']} of them planted: "
-        f"precision {p['precision']:.0%}, recall {p['recall']:.0%}.",
+        f"precision {p['precision']:.0%}, recall {p['recall']:.0%}. Of the {p['planted']} lowest, {p['among_lowest']} are planted. "
+        "(Seen so that every step counts the same: --view standardised.)",
         highlight=False,
     )
     for name, k in kinds.items():

@@ -18,6 +18,8 @@ from inrun.training.corpus import NOISE, SCRAMBLED, demo_texts, write_texts
 from inrun.training.loop import Result, Status
 from inrun.training.session import train
 
+#: How scores are seen when planted samples are looked for: every step counts the same, early ones are not larger.
+VIEW = "standardised"
 #: The file that tells a demo's folder from others, which are never replaced.
 MARK = "demo-corpus.jsonl"
 
@@ -30,14 +32,14 @@ class DemoConfig:
     steps: int = 480
     #: Characters of a document, which is one sample.
     size: int = 128
-    per_domain: int = 400
+    per_domain: int = 200
     held_out: int = 48
-    planted: int = 120
+    planted: int = 60
     seed: int = 0
 
     def training(self) -> TrainConfig:
         """Return what `inrun train` would be told."""
-        sets = {name: {"split": "val", "where": {"domain": name}, "rows": 8, "folds": 2} for name in ("reference", "code")}
+        sets = {name: {"split": "val", "where": {"domain": name}, "rows": 8, "folds": 4} for name in ("reference", "code")}
         return make_config(
             {
                 "run": self.run,
@@ -45,7 +47,7 @@ class DemoConfig:
                 "steps": self.steps,
                 "data": {"paths": [str(Path(self.run) / MARK)], "cache": str(Path(self.run) / "tokens")},
                 "tokenizer": {"kind": "bytes"},
-                "model": {"context": self.size, "width": 96, "layers": 3, "heads": 4},
+                "model": {"context": self.size, "width": 96, "layers": 2, "heads": 4},
                 "optimizer": {"lr": 2e-3, "final_lr": 2e-4, "warmup": min(60, self.steps // 4)},
                 "validation": sets,
                 "scoring": {"method": "midpoint", "audit_every": 10},
@@ -76,6 +78,8 @@ class Found:
     samples: int
     flagged: int
     hits: int
+    #: How many of the lowest-scoring samples are planted, looking at as many as were planted.
+    among_lowest: int
     #: The chance that a planted sample scores below a real one.
     separation: float
 
@@ -91,13 +95,13 @@ class Found:
 
 
 def find_planted(reader: LedgerReader, sources: tuple[str, ...] = (NOISE, SCRAMBLED)) -> Found:
-    """Hold the scores, averaged over the validation sets, against what was planted."""
+    """Hold the scores in the view ``VIEW``, averaged over the validation sets, against what was planted."""
     samples = reader.samples()
     assert samples is not None
     ids = samples["sample_id"].to_numpy()
     order = np.argsort(ids)
     planted = pc.is_in(samples["source"], value_set=pc.cast(list(sources), "string")).to_numpy()[order]
-    table = scores(reader)
+    table = scores(reader, view=VIEW)
     names = sorted(set(table["validation"].to_pylist()))
     total, variance, used = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids), bool)
     for name in names:
@@ -106,12 +110,14 @@ def find_planted(reader: LedgerReader, sources: tuple[str, ...] = (NOISE, SCRAMB
         used[place] = True
         total[place] += part["score"].to_numpy() / len(names)
         variance[place] += (np.nan_to_num(part["standard_error"].to_numpy(zero_copy_only=False).astype(float)) / len(names)) ** 2
+    lowest = np.argsort(np.where(used, total, np.inf), kind="stable")[: int((planted & used).sum())]
     flagged = used & (total + CLEAR * np.sqrt(variance) < 0)
     return Found(
         planted=int((planted & used).sum()),
         samples=int(used.sum()),
         flagged=int(flagged.sum()),
         hits=int((flagged & planted).sum()),
+        among_lowest=int(planted[lowest].sum()),
         separation=_separation(total[used & planted], total[used & ~planted]),
     )
 
