@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from faulty_files import QuickFiles
@@ -563,3 +564,26 @@ def test_many_records_are_read_in_proportion(tmp_path) -> None:
     began = time.process_time()
     assert len(LedgerReader(tmp_path / "run").chains()[0].live()) == 20_000
     assert time.process_time() - began < 6.0
+
+
+def test_samples_come_in_pieces(tmp_path):
+    pieces = [pa.table({"sample_id": range(n, n + 3), "text": [f"text {i}" for i in range(n, n + 3)]}) for n in (10, 0, 20, 23)]
+    with Ledger(tmp_path / "pieces") as ledger:
+        assert ledger.register_sample_pieces(iter(pieces)) == 12
+        assert ledger.samples().num_rows == 12
+        with pytest.raises(LedgerError, match="already"):
+            ledger.register_sample_pieces(iter(pieces))
+        ledger.register_samples([{"sample_id": 99, "text": "one more"}])
+    with Ledger(tmp_path / "whole") as ledger:
+        ledger.register_samples(pa.concat_tables(pieces))
+        whole = ledger.samples()
+    assert whole.to_pylist() == Ledger.open(tmp_path / "pieces").samples().slice(0, 12).to_pylist()
+
+
+@pytest.mark.parametrize("more", [[10], [12, 50], [-5, 11]])
+def test_a_sample_in_two_pieces_is_refused(tmp_path, more):
+    pieces = [pa.table({"sample_id": [10, 11, 12]}), pa.table({"sample_id": [0, 1]}), pa.table({"sample_id": more})]
+    with Ledger(tmp_path / "run") as ledger, pytest.raises(LedgerError, match="more than once"):
+        ledger.register_sample_pieces(pieces)
+    with Ledger(tmp_path / "texts") as ledger, pytest.raises(LedgerError, match="texts"):
+        ledger.register_sample_pieces([pa.table({"id": ["a"]})])

@@ -24,7 +24,7 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -413,6 +413,39 @@ class Ledger(LedgerReader):
         self._commit("samples", (part,), {})
         return table.num_rows
 
+    def register_sample_pieces(self, pieces: Iterable[pa.Table], *, text_preview: int = 400) -> int:
+        """Add sample metadata piece by piece, where all of it would not fit into memory; returns the number of rows.
+
+        Every piece counts once it is written. Nothing may have been registered before, and ids that are texts (``id``) are not
+        taken: telling whether one occurs twice needs all of them at once.
+
+        Args:
+            pieces: Arrow tables as :meth:`register_samples` takes them, each with ``sample_id``.
+            text_preview: As for :meth:`register_samples`.
+        """
+        from inrun.ledger.samples import as_samples_table
+
+        self._check_writable()
+        if self.files("samples"):
+            raise LedgerError(f"{self.path} has registered samples already; add further ones with register_samples")
+        seen: list[npt.NDArray[np.int64]] = []
+        for piece in pieces:
+            table = as_samples_table(piece, None, text_preview)
+            if "id" in table.column_names:
+                raise LedgerError("samples with ids that are texts cannot be registered piece by piece; use register_samples")
+            ids = np.sort(table["sample_id"].to_numpy())
+            twice = [x for other in seen if _overlap(ids, other) for x in np.intersect1d(ids, other, assume_unique=True)[:1]]
+            if twice:
+                raise LedgerError(f"sample_id {twice[0]} occurs more than once among the samples; each sample counts once")
+            # Pieces in order, the usual case, grow one array: then nothing is compared but ends.
+            if seen and len(ids) and len(seen[-1]) and seen[-1][-1] < ids[0]:
+                seen[-1] = np.concatenate([seen[-1], ids])
+            else:
+                seen.append(ids)
+            part = self._write_part(name_of_part("samples", self.rank, self._manifest.count), table)
+            self._commit("samples", (part,), {})
+        return sum(len(ids) for ids in seen)
+
     def _remove_leftovers(self) -> None:
         """Remove parts of this rank that no record counts: unfinished commits, and what a resume dropped."""
         counted = {p.path for c in self.chains() for r in c.live() for p in r.parts}
@@ -451,6 +484,11 @@ class Ledger(LedgerReader):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         """Close; after an exception, too, what was written counts."""
         self.close()
+
+
+def _overlap(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> bool:
+    """Whether the ranges of two sorted arrays meet."""
+    return bool(len(a) and len(b) and a[0] <= b[-1] and b[0] <= a[-1])
 
 
 def _resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files) -> Chain | None:

@@ -48,7 +48,7 @@ class DemoConfig:
                 "data": {"paths": [str(Path(self.run) / MARK)], "cache": str(Path(self.run) / "tokens")},
                 "tokenizer": {"kind": "bytes"},
                 "model": {"context": self.size, "width": 96, "layers": 2, "heads": 4},
-                "optimizer": {"lr": 2e-3, "final_lr": 2e-4, "warmup": min(60, self.steps // 4)},
+                "optimizer": {"lr": 1e-3, "final_lr": 1e-4, "warmup": min(80, self.steps // 4)},
                 "validation": sets,
                 "scoring": {"method": "midpoint", "audit_every": 10},
                 "checkpoints": {"every": max(self.steps // 2, 1), "keep": 0},

@@ -66,7 +66,7 @@ class Prepared:
 
     def register(self, ledger: Ledger) -> None:
         """Tell the books what there is to know about the samples."""
-        ledger.register_samples(self.chunks.samples(self.chunks.ids, self.tokenizer))
+        ledger.register_sample_pieces(self.chunks.sample_tables(tokenizer=self.tokenizer))
 
 
 def fields_of(config: TrainConfig) -> Fields:
