@@ -118,6 +118,13 @@ def test_a_run_leaves_books_metrics_and_checkpoints(folder):
     assert load_config(run / "config.yaml") == make_config(settings(folder))
 
 
+def test_every_evaluation_is_in_the_metrics(folder):
+    train(make_config(settings(folder, logging={"every": 5, "evaluate_every": 3})))
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "validation" in r] == [0, 3, 6, 9, 12]
+    assert [r["step"] for r in rows if "loss" in r] == [0, 3, 4, 6, 9, 11]
+
+
 def test_scores_follow_the_samples(folder):
     """What the ledger says of a sample is what an accountant says that sees the same batches by hand."""
     config = make_config(settings(folder, model={"dropout": 0.0}))

@@ -300,7 +300,8 @@ class Training:
             self.save()
         timer = _Timer(c.batch.size)
         while self.step < c.steps and not stopped:
-            if self.step % c.logging.evaluate_every == 0:
+            evaluated = self.step % c.logging.evaluate_every == 0
+            if evaluated:
                 self.status.validation = self.evaluate()
                 timer.plain = self.plain_seconds()
             with timer.step():
@@ -308,8 +309,8 @@ class Training:
             self.step += 1
             self.status.step = self.step
             timer.show(self.status)
-            if self.step % c.logging.every == 0 or self.step == 1 or self.step == c.steps:
-                metrics.write(self._row())
+            if evaluated or self.step % c.logging.every == 0 or self.step == c.steps:
+                metrics.write(self._row(evaluated))
             tell(self.status)
             # A validation gradient that is reused would be taken afresh by a resumed run: stop where it is fresh anyway.
             stopped = stop() and self.step % c.scoring.refresh == 0
@@ -322,10 +323,10 @@ class Training:
         tell(self.status)
         return Result(self.status, self.step == c.steps, self.skipped, time.perf_counter() - began)
 
-    def _row(self) -> dict[str, Any]:
+    def _row(self, evaluated: bool) -> dict[str, Any]:
         s = self.status
         row: dict[str, Any] = {"step": self.step - 1, "loss": s.loss, "lr": s.lr, "samples_per_second": s.samples_per_second}
-        if (self.step - 1) % self.config.logging.evaluate_every == 0 or self.step == 1:
+        if evaluated:  # before the step, with the weights that its loss speaks of
             row["validation"] = s.validation
         if self.accountant is not None:
             row |= {"overhead": s.overhead, "residual": s.residual}
