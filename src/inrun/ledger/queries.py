@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from inrun.errors import ConfigurationError
 from inrun.ledger.disk import LedgerReader
+from inrun.ledger.manifest import FOLDER, TABLES
 from inrun.ledger.schema import SCORES
 from inrun.ledger.views import VIEWS, Ask, Books, check_view, open_books, quoted
 
@@ -293,10 +294,10 @@ def info(source: Source) -> Info:
         )
 
 
-def _size(folder: Path) -> int:
-    """Add up the files of a folder; one that goes while we look, since training writes, does not count."""
+def _size(run: Path) -> int:
+    """Add up the files of the books; one that goes while we look, since training writes, does not count."""
     total = 0
-    for file in folder.rglob("*"):
+    for file in [run / "run.json", *(f for name in (FOLDER, *TABLES) for f in (run / name).glob("*"))]:
         with contextlib.suppress(FileNotFoundError):
             total += file.stat().st_size if file.is_file() else 0
     return total
