@@ -75,7 +75,8 @@ def test_with_a_checkpoint_at_every_step_replay_is_what_was_live(folder, method)
     assert min(s.clip for s in source.steps) < 0.5
     replayer = Replayer(source, source.live_sets, Look("before"))
     assert distance(source, replayer, source.steps) < 1e-5
-    if method == "lookahead":
+    if method != "midpoint":
+        replayer.close()
         return
     wrong = {
         "learning rate": [replace(s, lr=s.lr * 1.01) for s in source.steps],
@@ -165,7 +166,7 @@ def test_fewer_checkpoints_are_worse_and_still_of_use(folder):
     """Slow training on a tiny model; exact replay does not mind."""
     slow = {"lr": 1e-3, "final_lr": 1e-3, "warmup": 4, "clip": 1.0}
     source = open_source(a_run(folder, every=4, method="first", steps=32, optimizer=slow))
-    lines = study(source, ["code"], ["exact", "before", "interpolate"], 16)
+    lines = study(source, ["code"], ["exact", "before", "interpolate"], 12)
     assert [c.states for c in lines if c.mode == "before"] == [9, 5, 3, 2]
     best = {mode: [c.spearman for c in lines if c.mode == mode] for mode in ("exact", "before", "interpolate")}
     assert best["exact"] == [pytest.approx(1.0, abs=1e-3)]
@@ -203,6 +204,8 @@ def test_between_checkpoints_moments_have_the_bias_of_the_step(folder):
     stage.put(source.steps[3], anchors, Place(0, None, 0.0))  # before the first checkpoint: its scale of gradients
     state = replayer.training.optimizer.state[parameter]
     assert torch.allclose(state["exp_avg_sq"] / (1 - 0.95**3), five.moments[i]["exp_avg_sq"] / (1 - 0.95**5), rtol=1e-4)
+    stage.put(source.steps[5], anchors, Place(1, None, 0.0))
+    assert stage.furthest(anchors[1]) == 0.0 < stage.furthest(anchors[2])
     assert stage.put(source.steps[0], anchors, Place(0, None, 0.0)) and not replayer.training.optimizer.state
     replayer.close()
 
