@@ -223,6 +223,14 @@ def test_which_steps(folder):
     assert len(steps) == 4 and all(3 * i <= s < 3 * i + 3 for i, s in enumerate(steps))
 
 
+def test_a_checkpoint_that_goes_while_we_look(folder):
+    source = open_source(a_run(folder), late(folder))
+    shutil.rmtree(source.checkpoints[1].folder)
+    with pytest.raises(TrainingError, match=r"step-00000005 is gone: .*checkpoints.keep=null"):
+        replay(source, ["late"], folder / "out", Look("before"))
+    assert not (folder / "out").exists()
+
+
 def test_correlations():
     assert ranks(np.array([3.0, 1.0, 3.0])).tolist() == [2.5, 1.0, 2.5]
     assert correlation(np.array([1.0, 2.0, 4.0]), np.array([-1.0, -2.0, -4.0])) == pytest.approx(-1.0)

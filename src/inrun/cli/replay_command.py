@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
         raise ConfigurationError(f"--exact and --from {mode} are two different ways; give one of them")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     new = _sets(Path(run), files, options["rows"], options["folds"], options["where"])
-    out = Path(options["out"] or Path(run) / "replays" / "-".join(new))
+    out = Path(options["out"] or Path(run) / "replays" / re.sub(r"[^\w-]+", "_", "-".join(new)))
     if new and out.exists():
         raise ConfigurationError(f"{out} exists already; choose another folder with --out, or move it away")
     with reading_bar(quiet) as reading:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from inrun.errors import TrainingError
@@ -72,6 +73,7 @@ class Snapshot:
     #: Moments; empty before the first update.
     moments: list[dict[str, Tensor]]
     updates: int
+    #: Random numbers of the CPU as the seed leaves them; a checkpoint has its own.
     random: Tensor
 
 
@@ -96,11 +98,9 @@ class Shelf:
             torch.manual_seed(self.config.seed)
             model = build_model(self.config.model, self.vocab).to(self.config.device)
             optimizer = torch.optim.AdamW(decay_groups(model, self.config.optimizer.weight_decay))
-            if anchor.checkpoint is not None:
-                anchor.checkpoint.load_model(model)
-                anchor.checkpoint.load_optimizer(optimizer)
-                anchor.checkpoint.load_random()
             random = torch.get_rng_state()
+            if anchor.checkpoint is not None:
+                self._read(anchor.checkpoint, model, optimizer)
         if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
             raise TrainingError(
                 f"the run had diverged by step {anchor.step}: the weights of its checkpoint are not finite, and nothing can be "
@@ -113,6 +113,19 @@ class Shelf:
             updates=max((int(state["step"]) for state in states if state), default=0),
             random=random,
         )
+
+    @staticmethod
+    def _read(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            checkpoint.load_model(model)
+            checkpoint.load_optimizer(optimizer)
+        except (OSError, SafetensorError, TrainingError) as error:
+            if checkpoint.folder.is_dir():
+                raise TrainingError(f"{checkpoint.folder} cannot be read: {error}") from error
+            raise TrainingError(
+                f"{checkpoint.folder} is gone: a run in progress removes its old checkpoints. Replay again, and keep them with "
+                "checkpoints.keep=null"
+            ) from error
 
 
 class Stage:
@@ -137,13 +150,20 @@ class Stage:
                 torch.lerp(first.weights[i], second.weights[i], place.share, out=parameter.detach())
         here = anchors[place.first].step == recorded.step
         if here:
-            torch.set_rng_state(first.random)
+            self._put_random(anchors[place.first], first)
         if second is None and not first.updates and recorded.updates and place.first + 1 < len(anchors):
             # The beginning knows nothing of moments; the scale of gradients is the next checkpoint's rather than none at all.
             self._put_moments(self.shelf.load(anchors[place.first + 1]), None, 0.0, recorded.updates)
         else:
             self._put_moments(first, second, place.share, recorded.updates)
         return here
+
+    @staticmethod
+    def _put_random(anchor: Anchor, snapshot: Snapshot) -> None:
+        if anchor.checkpoint is None:
+            torch.set_rng_state(snapshot.random)
+        else:
+            anchor.checkpoint.load_random()  # of all devices
 
     def _put_moments(self, first: Snapshot, second: Snapshot | None, share: float, updates: int) -> None:
         parts = [(s, x) for s, x in ((first, 1.0 - share), (second, share)) if s is not None and s.updates and x]
