@@ -51,7 +51,7 @@ def whole_stretches(steps: Sequence[RecordedStep], anchors: Sequence[Anchor], co
     for recorded in steps:
         parts.setdefault(place_of(recorded.step, at, "before").first, []).append(recorded)
     wanted = max(1, round(count * len(parts) / len(steps)))
-    chosen = np.unique(np.linspace(0, len(parts) - 1, wanted).round().astype(int))
+    chosen = np.unique(((np.arange(wanted) + 0.5) * len(parts) / wanted).astype(int))
     return [recorded for i in chosen for recorded in list(parts.values())[i][:count]]
 
 
