@@ -229,3 +229,15 @@ def test_wrong_number_of_ids() -> None:
     for wrong in (3, 5, 12):
         with pytest.raises(IdsError, match=f"got {wrong} sample ids.*6"), accountant.step(range(wrong)):
             model(x).square().sum().backward()
+
+
+def test_a_diverged_model_is_called_so():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(float("inf"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(torch.ones(1, 4)).sum())
+    with pytest.raises(RowOwnershipError, match="not finite"), accountant.step(range(3)):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    accountant.close()

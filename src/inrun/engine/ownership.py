@@ -152,6 +152,13 @@ class Ownership:
     def _examine(self, n: int, root: Arguments) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
         """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen."""
         base, outputs = self._record(root, Recorder())
+        broken = next((e for e in base if not bool(torch.isfinite(e.rows).all())), None)
+        if broken is not None:
+            name = broken.site.name if broken.site is not None and broken.site.name else "the model itself"
+            raise RowOwnershipError(
+                f"activations at {name} are not finite, so that it cannot be told which rows belong to which sample: the weights or "
+                "the inputs of this first step have infinities or NaN. Begin from weights that are finite."
+            )
         layouts: list[Layout | None] = [None] * len(base)
         seen = False
         for sample in sorted({0, n // 2, n - 1}):
