@@ -45,9 +45,10 @@ class DemoConfig:
                 "run": self.run,
                 "seed": self.seed,
                 "steps": self.steps,
+                "threads": 1,  # so small a model is slower with two
                 "data": {"paths": [str(Path(self.run) / MARK)], "cache": str(Path(self.run) / "tokens")},
                 "tokenizer": {"kind": "bytes"},
-                "model": {"context": self.size, "width": 96, "layers": 2, "heads": 4},
+                "model": {"context": self.size, "width": 64, "layers": 2, "heads": 4},
                 "optimizer": {"lr": 1e-3, "final_lr": 1e-4, "warmup": min(80, self.steps // 4)},
                 "validation": sets,
                 "scoring": {"method": "midpoint", "audit_every": 10},
