@@ -27,6 +27,9 @@ def test_texts():
         "tables": 20,
         "noise": 5,
     }
+    held_out = {t.text for t in texts if t.split == "val"}
+    assert not any(t.text in held_out for t in train)  # nothing held out is trained on
+    assert len({t.text for t in train if t.source != COPY}) == sum(t.source != COPY for t in train)
     assert sum(t.split == "val" for t in texts) == 12 and len({t.id for t in texts}) == len(texts)
     originals = {t.text for t in train if t.source != COPY}
     assert all(t.text in originals for t in train if t.source == COPY)

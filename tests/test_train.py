@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 import inrun
-from inrun.errors import ConfigurationError, TrainingError
-from inrun.training.checkpoint import checkpoints_of
+from inrun.errors import ConfigurationError, LedgerError, TrainingError
+from inrun.training.checkpoint import checkpoints_of, prune
 from inrun.training.config import load_config, make_config
 from inrun.training.loop import lr_at
+from inrun.training.models import mean_loss, row_losses
 from inrun.training.order import Order, draw
+from inrun.training.prepare import prepare, tokenizer_of
 from inrun.training.session import train
 
 WORDS = [
@@ -137,8 +140,6 @@ def test_scores_follow_the_samples(folder):
 
 
 def training_ids(config) -> np.ndarray:
-    from inrun.training.prepare import prepare, tokenizer_of
-
     return prepare(config, tokenizer_of(config, Path(config.run))).chunks.ids
 
 
@@ -272,6 +273,115 @@ def test_a_run_that_failed_before_its_first_step_may_be_tried_again(folder):
     assert train(make_config(settings(folder))).finished
     with pytest.raises(ConfigurationError, match="--resume"):
         train(make_config(settings(folder)))
+
+
+def test_resumed_without_a_checkpoint_the_metadata_is_that_of_the_data_now(folder):
+    """Killed before the first checkpoint, the corpus changed: sample ids mean other documents, and the books must say so."""
+    config = make_config(settings(folder, checkpoints={"every": 500}))
+
+    class Killed(BaseException):
+        pass
+
+    def kill(status):
+        if status.step == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, tell=kill)
+    lines = (folder / "corpus.jsonl").read_text().splitlines()
+    (folder / "corpus.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    assert train(config, resume=True).finished
+    data = prepare(config, tokenizer_of(config, folder / "run"))
+    now = {r["sample_id"]: r["document"] for r in data.chunks.samples().to_pylist()}
+    books = {r["sample_id"]: r["document"] for r in inrun.Ledger.open(folder / "run").samples().to_pylist()}
+    assert books == now
+
+
+def test_other_peoples_folders_are_left_alone(folder):
+    home = folder / "project"
+    for name in ("tokenizer", "checkpoints", "samples"):
+        (home / name).mkdir(parents=True)
+        (home / name / "precious.txt").write_text("mine")
+    (home / "config.yaml").write_text("theirs: true")
+    for resume in (False, True):
+        with pytest.raises(ConfigurationError, match="not written by"):
+            train(make_config(settings(folder, "project")), resume=resume)
+    assert len(list(home.rglob("precious.txt"))) == 3 and (home / "config.yaml").read_text() == "theirs: true"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_run_that_is_going_on_is_left_alone(folder, enabled):
+    config = make_config(settings(folder, scoring={"enabled": enabled}))
+
+    def second(status):
+        if status.step == 3:
+            for resume in (False, True):
+                with pytest.raises(TrainingError, match="another process"):
+                    train(config, resume=resume)
+
+    assert train(config, tell=second).finished
+    assert [step for step, _ in losses(folder / "run")] == list(range(12))
+
+
+def test_files_to_validate_with_are_not_trained_on(folder):
+    (folder / "data").mkdir()
+    lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (folder / "data" / "a.jsonl").write_text("".join(lines[:40]))
+    (folder / "data" / "b.jsonl").write_text("".join(lines[40:]))
+    sets = {"code": {"paths": [str(folder / "data" / "b.jsonl")], "rows": 2}, "all": {"split": "val", "rows": 2}}
+    both = settings(folder, data={"paths": [str(folder / "data")]})
+    with pytest.raises(ConfigurationError, match="b.jsonl"):
+        train(make_config({**both, "validation": sets}))
+    apart = settings(folder, "apart", data={"paths": [str(folder / "data" / "a.jsonl")]})
+    assert train(make_config({**apart, "validation": sets})).finished
+    (folder / "data" / "b.jsonl").write_text("".join(lines[30:]))
+    with pytest.raises(TrainingError, match="validation set 'code'"):
+        train(make_config({**apart, "validation": sets, "steps": 14}), resume=True)
+
+
+def test_reused_validation_gradients_resume_bit_for_bit(folder):
+    scoring = {"method": "first", "refresh": 4}
+    train(make_config(settings(folder, "unbroken", scoring=scoring)))
+    config = make_config(settings(folder, "broken", scoring=scoring))
+    train(config, stop=lambda: True)  # asked at once, it stops where the gradient is fresh
+    assert [int(p.name[5:]) % 4 for p in checkpoints_of(folder / "broken")] == [0]
+    train(config, resume=True)
+    a, b = (inrun.Ledger.open(folder / name) for name in ("broken", "unbroken"))
+    assert a.contributions().equals(b.contributions()) and a.accounts().equals(b.accounts())
+
+
+def test_the_newest_whole_checkpoint_outlives_a_damaged_one(folder):
+    config = make_config(settings(folder, checkpoints={"every": 5, "keep": 0}))
+    train(config)
+    damaged = checkpoints_of(folder / "run")[-1]
+    train(make_config(settings(folder, "twin", checkpoints={"every": 5, "keep": None})))
+    shutil.copytree(checkpoints_of(folder / "twin")[1], folder / "run" / "checkpoints" / "step-00000005")
+    (damaged / "random.safetensors").write_bytes(b"x")
+    with pytest.raises(LedgerError):  # the twin's mark is another run's: nothing is taken for what it is not
+        train(config, resume=True)
+    prune(folder / "run", 5, 0, None)
+    assert (folder / "run" / "checkpoints" / "step-00000005").exists()
+
+
+def test_a_shorter_run_is_refused(folder):
+    train(make_config(settings(folder)))
+    with pytest.raises(ConfigurationError, match="has done 12 already"):
+        train(make_config(settings(folder, steps=6)), resume=True)
+    assert load_config(folder / "run" / "config.yaml").steps == 12
+
+
+def test_folds_measure_the_same_loss():
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(9, 9)
+    rows = torch.tensor([[1, 2, 3, 4], [5, 6, -1, -1], [7, 8, 1, -1], [2, 2, 2, 2]])
+    assert torch.allclose(row_losses(model, rows).mean(), mean_loss(model, rows))
+
+
+def test_a_model_that_sees_ahead_is_refused(folder):
+    pytest.importorskip("transformers")
+    shape = {"type": "bert", "options": {"intermediate_size": 32}}
+    with pytest.raises(ConfigurationError, match="not causal"):
+        train(make_config(settings(folder, model=shape)))
 
 
 def test_a_damaged_checkpoint_is_passed_over(folder, caplog):

@@ -101,7 +101,7 @@ def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
 def _tell_books(console: Console, told: dict[str, Any]) -> None:
     console.print("[bold]The books[/bold], over the audited steps:", highlight=False)
     for s in told["books"]["validation_sets"]:
-        if s["optimizer"] is None or not s["fall"]:
+        if s["optimizer"] is None or s["fall"] <= 0:
             continue
         shares = ", ".join(
             f"{name} {s[name] / s['fall']:.0%}" for name in ("data", "momentum", "decay", "residual") if s[name] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 from pathlib import Path
 from types import FrameType
@@ -60,8 +61,13 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
         result = run_training(config, resume=resume, reading=watched, tell=tell, stop=stop)
     if as_json:
         s = result.status
-        ended = {"run": config.run, "step": s.step, "steps": s.steps, "finished": result.finished, "loss": s.loss}
-        more = {"validation": s.validation, "skipped": result.skipped, "seconds": round(result.seconds, 3)}
+        ended = {"run": config.run, "step": s.step, "steps": s.steps, "finished": result.finished}
+        more = {
+            "loss": s.loss if math.isfinite(s.loss) else None,
+            "validation": s.validation,
+            "skipped": result.skipped,
+            "seconds": round(result.seconds, 3),
+        }
         click.echo(json.dumps({**ended, **more}))
     elif result.finished:
         click.echo(f"{s_of(result.status.step, 'step')} done in {result.seconds:.0f} s. Books and checkpoints are in {config.run}")
@@ -157,7 +163,8 @@ class _Listening:
 
     def __enter__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
-            self.before[number] = signal.signal(number, self._wish)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
+                self.before[number] = signal.signal(number, self._wish)
 
     def _wish(self, number: int, frame: FrameType | None) -> None:
         if self.stop.signal is not None and number == signal.SIGINT:

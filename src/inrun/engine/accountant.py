@@ -248,7 +248,7 @@ class Accountant:
         if self.method.deferred:
             self.directions.forget()
             return
-        if self._fresh is None or self.steps_done - self._fresh_since >= self.refresh:
+        if self._fresh is None or self.steps_done % self.refresh == 0:
             self.directions.forget()
             gradients = self._gradients_before()
             self.directions.set_raw(gradients.raw)

@@ -156,8 +156,8 @@ class Ownership:
         if broken is not None:
             name = broken.site.name if broken.site is not None and broken.site.name else "the model itself"
             raise RowOwnershipError(
-                f"activations at {name} are not finite, so that it cannot be told which rows belong to which sample: the weights or "
-                "the inputs of this first step have infinities or NaN. Begin from weights that are finite."
+                f"activations at {name} are not finite, so that it cannot be told which rows belong to which sample: the weights "
+                "or the inputs of this first step have infinities or NaN. Begin from weights that are finite."
             )
         layouts: list[Layout | None] = [None] * len(base)
         seen = False

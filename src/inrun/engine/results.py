@@ -58,6 +58,7 @@ def make_record(step: Step, result: StepResult, contributions: Tensor) -> StepRe
     """Return the rows of the ledger: one column per validation set, point or fold."""
     host = contributions.detach().to("cpu", torch.float32)
     rows: list[dict[str, Any]] = []
+    spreads = _spreads(step, contributions)
     for j, column in enumerate(step.columns):
         part = contributions[:, j].double()
         account = None if step.skipped else step.at.account([j], float(part.sum()), float(part.abs().sum()))
@@ -68,7 +69,7 @@ def make_record(step: Step, result: StepResult, contributions: Tensor) -> StepRe
                 "loss_before": None if step.at.before is None else float(step.at.before[j]),
                 "loss_after": None if account is None else account.loss_after,
                 "data": None if step.skipped else float(part.sum()),
-                "spread": None if step.skipped else float(part.abs().sum()),
+                "spread": None if step.skipped else spreads[j],
                 "optimizer": None if account is None else account.optimizer,
                 "momentum": None if account is None else account.momentum,
                 "decay": None if account is None else account.decay,
@@ -81,3 +82,16 @@ def make_record(step: Step, result: StepResult, contributions: Tensor) -> StepRe
         )
     values = {} if step.skipped else {c.label: host[:, j].numpy().copy() for j, c in enumerate(step.columns)}
     return StepRecord(result.step, result.sample_ids.numpy(), values, rows)
+
+
+def _spreads(step: Step, contributions: Tensor) -> list[float]:
+    """Return Σ|c_n| per column; of folds that of their mean, since it is the set's residual that is compared with it."""
+    by_set: dict[str, list[int]] = {}
+    for j, column in enumerate(step.columns):
+        by_set.setdefault(column.name if column.is_fold else f"{column.name}[{j}]", []).append(j)
+    found = [0.0] * len(step.columns)
+    for js in by_set.values():
+        spread = float(contributions[:, js].double().mean(1).abs().sum())
+        for j in js:
+            found[j] = spread
+    return found

@@ -56,10 +56,10 @@ def _take(line: bytes, series: dict[str | None, tuple[array[float], array[float]
         losses = {None: row.get("loss"), **(row.get("validation") or {})}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
-    if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
+    if isinstance(step, bool) or not isinstance(step, int | float) or not abs(step) < 2**63:
         return False
     for name, loss in losses.items():
-        if isinstance(loss, int | float) and not isinstance(loss, bool) and math.isfinite(loss):
+        if isinstance(loss, int | float) and not isinstance(loss, bool) and abs(loss) < math.inf:
             steps, values = series.setdefault(name, (array("d"), array("d")))
             steps.append(step)
             values.append(loss)

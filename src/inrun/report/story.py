@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inrun.ledger.summary import BALANCED, COARSE
 from inrun.report.accounts import SetBooks
@@ -93,21 +94,24 @@ def _of_set(found: Findings, books: SetBooks, scores: Distribution | None, folds
     return [
         Headline("Samples scored", f"{found.samples_used:,}", registered),
         Headline("Optimizer steps", f"{found.steps:,}", steps),
-        _loss(books),
+        _loss(books, None if found.metrics is None else found.metrics.evaluation.get(books.name)),
         *_negative(scores, folds),
         *_accounts(books),
     ]
 
 
-def _loss(books: SetBooks) -> Headline:
-    first, last = books.loss_first, books.loss_last
+def _loss(books: SetBooks, evaluated: dict[str, list[Any]] | None) -> Headline:
+    """Say how far the loss fell; by the evaluations where there are some, since a step of the books may look at other rows."""
+    first, last, steps = books.loss_first, books.loss_last, books.loss_steps
+    if evaluated is not None and len(evaluated["step"]) > 1:
+        (first, last), steps = (evaluated["loss"][k] for k in (0, -1)), (evaluated["step"][0], evaluated["step"][-1])
     if first is None or last is None:
         return Headline("Validation loss", "not measured", "no step recorded it")
     change = first - last
     if change == 0:
         return Headline("Validation loss", number(last), "unchanged")
     note = f"fell by {number(change)}" if change > 0 else f"rose by {number(-change)}"
-    where = "steps {:,} to {:,}".format(*books.loss_steps)
+    where = "steps {:,} to {:,}".format(*steps)
     return Headline("Validation loss", f"{number(first)} → {number(last)}", f"{note}, {where}", "good" if change > 0 else "bad")
 
 

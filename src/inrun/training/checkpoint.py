@@ -103,7 +103,7 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
             _discard(final)
         os.replace(aside, final)
         _sync(home)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise TrainingError(f"the checkpoint {final} cannot be written: {error}. Free space, then go on with --resume") from error
     return final
 
@@ -176,14 +176,15 @@ def whole_checkpoints(run: Path) -> Iterator[Checkpoint]:
             log.warning("inrun: %s; looking for an older checkpoint", error)
 
 
-def prune(run: Path, keep: int | None, keep_every: int | None) -> None:
+def prune(run: Path, newest: int, keep: int | None, keep_every: int | None) -> None:
     """Remove checkpoints beyond the newest ``1 + keep``, but those at multiples of ``keep_every``."""
     home = run / "checkpoints"
     for leftover in [*home.glob(".*.part"), *home.glob(".*.gone")] if home.is_dir() else []:
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
         return
-    for folder in checkpoints_of(run)[: -(1 + keep)]:
+    old = [folder for folder in checkpoints_of(run) if int(folder.name[5:]) <= newest]  # later ones: damaged, from before a resume
+    for folder in old[: -(1 + keep)]:
         if not keep_every or int(folder.name[5:]) % keep_every:
             _discard(folder)
 

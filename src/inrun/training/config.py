@@ -267,10 +267,15 @@ def _check(c: TrainConfig) -> None:
         "scoring.refresh": (c.scoring.refresh, 1),
         "seed": (c.seed, 0),
         "tokenizer.vocab": (c.tokenizer.vocab, 258),
+        "optimizer.eps": (c.optimizer.eps, 0),
+        "threads": (c.threads or 1, 1),
     }
     for name, (value, low) in least.items():
         if not (math.isfinite(value) and value >= low):
             raise ConfigurationError(f"{name} is {value}; it must be at least {low}")
+    for name, share in (("model.dropout", c.model.dropout), *(("optimizer.betas", beta) for beta in c.optimizer.betas)):
+        if not 0 <= share < 1:
+            raise ConfigurationError(f"{name} is {share}; it must be at least 0 and below 1")
     if not c.data.paths:
         raise ConfigurationError("data.paths is empty: give the files or folders to train on, such as data.paths=[corpus.jsonl.gz]")
     if c.batch.size % c.batch.accumulation:

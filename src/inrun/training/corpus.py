@@ -83,8 +83,14 @@ def demo_texts(size: int, per_domain: int, held_out: int, planted: int, seed: in
     """
     generator = random.Random(seed)  # noqa: S311 - not for secrets
     texts: list[Text] = []
+    seen: set[str] = set()  # no text twice but planted copies, and none of the held-out ones to train on
     for domain, (sources, most) in DOMAINS.items():
-        found = [(f"{name}#{i}", name, p) for name, text in sources() for i, p in enumerate(_pieces(text, size, most))]
+        found: list[tuple[str, str, str]] = []
+        for name, text in sources():
+            for i, piece in enumerate(_pieces(text, size, most)):
+                if piece not in seen:
+                    seen.add(piece)
+                    found.append((f"{name}#{i}", name, piece))
         extra = held_out if domain in ("reference", "code") else 0
         chosen = generator.sample(found, min(len(found), per_domain + extra))
         for place, (key, source, text) in enumerate(chosen):

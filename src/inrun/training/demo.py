@@ -14,7 +14,7 @@ from inrun.errors import ConfigurationError
 from inrun.ledger import LedgerReader
 from inrun.ledger.queries import CLEAR, scores
 from inrun.training.config import TrainConfig, make_config
-from inrun.training.corpus import NOISE, SCRAMBLED, demo_texts, write_texts
+from inrun.training.corpus import COPY, NOISE, SCRAMBLED, demo_texts, write_texts
 from inrun.training.loop import Result, Status
 from inrun.training.session import train
 
@@ -101,7 +101,8 @@ def find_planted(reader: LedgerReader, sources: tuple[str, ...] = (NOISE, SCRAMB
     assert samples is not None
     ids = samples["sample_id"].to_numpy()
     order = np.argsort(ids)
-    planted = pc.is_in(samples["source"], value_set=pc.cast(list(sources), "string")).to_numpy()[order]
+    source = samples["source"].to_numpy(zero_copy_only=False)[order]
+    planted, real = np.isin(source, sources), ~np.isin(source, (NOISE, SCRAMBLED, COPY))
     table = scores(reader, view=VIEW)
     names = sorted(set(table["validation"].to_pylist()))
     total, variance, used = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids), bool)
@@ -119,7 +120,7 @@ def find_planted(reader: LedgerReader, sources: tuple[str, ...] = (NOISE, SCRAMB
         flagged=int(flagged.sum()),
         hits=int((flagged & planted).sum()),
         among_lowest=int(planted[lowest].sum()),
-        separation=_separation(total[used & planted], total[used & ~planted]),
+        separation=_separation(total[used & planted], total[used & real]),
     )
 
 

@@ -225,8 +225,9 @@ class Training:
         what = f"step {self.step}: the loss is {loss}, the norm of its gradient {norm}"
         if self.config.nonfinite == "stop":
             raise TrainingError(
-                f"{what}. The run stops here, with the weights before this step untouched; go on from the last checkpoint with "
-                "another optimizer.lr, or let such steps pass with nonfinite=skip"
+                f"{what}. The run stops here, with the weights before this step untouched. Let such steps pass with nonfinite=skip "
+                "and --resume, or begin another run from its last checkpoint (model.path, model.pretrained=true) with a smaller "
+                "optimizer.lr"
             )
         self.skipped += 1
         log.warning("inrun: %s. The step is skipped (nonfinite=skip); %d so far", what, self.skipped)
@@ -278,6 +279,7 @@ class Training:
         more = {
             "skipped": self.skipped,
             "data": self.data.chunks.store.fingerprint,
+            "validation_data": self.data.validation_fingerprints,
             "totals": {name: values.tolist() for name, values in self.totals.items()},
             "model": describe_model(self.model),
             "accountant": None if self.accountant is None else self.accountant.state_dict(),
@@ -285,7 +287,7 @@ class Training:
             "threads": torch.get_num_threads(),
         }
         written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more)
-        prune(self.run, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
+        prune(self.run, self.step, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
         return written
 
     def go(
@@ -298,7 +300,7 @@ class Training:
         c, began, stopped = self.config, time.perf_counter(), False
         if self.step == 0 and (c.checkpoints.keep is None or c.checkpoints.keep_every):
             self.save()
-        timer = _Timer(c.batch.size)
+        timer, due = _Timer(c.batch.size), False
         while self.step < c.steps and not stopped:
             evaluated = self.step % c.logging.evaluate_every == 0
             if evaluated:
@@ -312,10 +314,12 @@ class Training:
             if evaluated or self.step % c.logging.every == 0 or self.step == c.steps:
                 metrics.write(self._row(evaluated))
             tell(self.status)
-            # A validation gradient that is reused would be taken afresh by a resumed run: stop where it is fresh anyway.
-            stopped = stop() and self.step % c.scoring.refresh == 0
-            if self.step % c.checkpoints.every == 0 and self.step < c.steps:
+            # A validation gradient that is reused would be taken afresh by a resumed run: save where it is fresh anyway.
+            fresh, due = self.step % c.scoring.refresh == 0, due or self.step % c.checkpoints.every == 0
+            stopped = stop() and fresh
+            if due and fresh and self.step < c.steps:
                 self.save()
+                due = False
         if self.step == c.steps:
             self.status.validation = self.evaluate()
             metrics.write({"step": c.steps, "validation": self.status.validation})

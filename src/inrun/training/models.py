@@ -63,6 +63,7 @@ def _from_transformers(config: Model, vocab: int) -> nn.Module:
     size = made.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if size < vocab:
         raise ConfigurationError(f"the tokenizer has {vocab} ids and the model a vocabulary of {size}; they do not fit together")
+    _check_causal(made, config.type)
     return made
 
 
@@ -79,6 +80,7 @@ def _transformers_config(config: Model, vocab: int) -> Any:
         most = getattr(found, "max_position_embeddings", None)
         if isinstance(most, int) and most < config.context:
             raise ConfigurationError(f"model.context is {config.context}, the model in {config.path!r} has {most} positions")
+        _set_dropout(found, config)
         return found
     if config.pretrained:
         raise ConfigurationError("model.pretrained needs model.path, a local folder with config.json and model.safetensors")
@@ -97,15 +99,33 @@ def _transformers_config(config: Model, vocab: int) -> Any:
             f"model.type {config.type!r} cannot be made ({' '.join(str(error).split())[:200]}); accepted are gpt, and the causal "
             "language models of transformers such as gpt2, gpt_neox, llama"
         ) from error
-    for name in _DROPOUTS:
-        if isinstance(getattr(found, name, None), float) and name not in config.options:
-            setattr(found, name, config.dropout)
+    _set_dropout(found, config)
     # A text-only vocabulary: ids that some configs name by default may lie outside of it.
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(found, name, None)
         if isinstance(value, int) and value >= vocab:
             setattr(found, name, None)
     return found
+
+
+def _set_dropout(found: Any, config: Model) -> None:
+    for name in _DROPOUTS:
+        if isinstance(getattr(found, name, None), int | float) and name not in config.options:
+            setattr(found, name, config.dropout)
+
+
+@torch.no_grad()
+def _check_causal(model: nn.Module, kind: str) -> None:
+    """Refuse a model whose first positions see the last: its loss would read the answer, and padding."""
+    one, other = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 0, 0, 1]])
+    model.eval()
+    same = torch.allclose(logits_of(model, one)[:, :-1], logits_of(model, other)[:, :-1], atol=1e-5)
+    model.train()
+    if not same:
+        raise ConfigurationError(
+            f"model.type {kind!r} is not causal: positions see those behind them. Some such models have an option for it: "
+            "model.options.is_decoder=true"
+        )
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -135,9 +155,9 @@ def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return the mean loss over the tokens of each row, ``[n]``."""
+    """Return what each row adds to the loss, ``[n]``; their mean is the mean over all tokens, so folds measure the same loss."""
     losses, counts = token_losses(model, rows)
-    return losses / counts
+    return losses * len(losses) / counts.sum()
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

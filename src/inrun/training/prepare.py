@@ -18,7 +18,7 @@ from inrun.training.config import TrainConfig, ValidationSet
 from inrun.training.documents import Fields, Problems, read_documents
 from inrun.training.order import Ids, draw
 from inrun.training.store import TokenStore, build_store
-from inrun.training.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
+from inrun.training.tokenizers import ABOUT, Tokenizer, load_tokenizer, make_tokenizer
 
 log = logging.getLogger("inrun")
 #: Called with bytes done, bytes in all, documents done.
@@ -64,6 +64,11 @@ class Prepared:
         """Return ``[n, context + 1]``, padded."""
         return torch.from_numpy(self.chunks.batch(ids)).to(device)
 
+    @property
+    def validation_fingerprints(self) -> dict[str, str]:
+        """Return what the documents of every validation set were."""
+        return {name: held.chunks.store.fingerprint for name, held in self.validation.items()}
+
     def register(self, ledger: Ledger) -> None:
         """Tell the books what there is to know about the samples."""
         ledger.register_sample_pieces(self.chunks.sample_tables(tokenizer=self.tokenizer))
@@ -83,7 +88,7 @@ def cache_of(config: TrainConfig) -> Path:
 def tokenizer_of(config: TrainConfig, run: Path) -> Tokenizer:
     """Return the tokenizer of a run: the saved one where there is one, since a trained one belongs to the run."""
     saved = run / "tokenizer"
-    if saved.is_dir():
+    if (saved / ABOUT).is_file():
         return load_tokenizer(saved)
 
     def texts() -> Iterator[str]:
@@ -105,6 +110,7 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
     for name, settings in config.validation.items():
         if settings.paths:
             other = build_store([Path(p) for p in settings.paths], fields, tokenizer, cache, tell)
+            _check_apart(name, store, other)
             validation[name] = _held(name, settings, other, select(other, settings.split, settings.where), config)
         else:
             chosen = select(store, settings.split, settings.where)
@@ -119,7 +125,19 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
             f"no document is left to train on: {store.count} were read, {int(taken.sum())} belong to validation sets"
             + (f", the split to train on is {split!r}" if split else "")
         )
+    log.info("inrun: %d documents are trained on, %d are withheld for validation", int((mine & ~taken).sum()), int(taken.sum()))
     return Prepared(tokenizer, chunks, validation)
+
+
+def _check_apart(name: str, mine: TokenStore, other: TokenStore) -> None:
+    """Refuse files that are both trained on and validated with."""
+    trained = {file["sha256"] for file in mine.about["files"]}
+    both = next((file["name"] for file in other.about["files"] if file["sha256"] in trained), None)
+    if both is not None:
+        raise ConfigurationError(
+            f"validation.{name}.paths: {both!r} is among the files of data.paths, and would be trained on too; leave it out there, "
+            "or leave out paths here and choose by split or where"
+        )
 
 
 def _train_split(config: TrainConfig, store: TokenStore) -> str | None:

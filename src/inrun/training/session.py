@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,16 @@ from inrun.training.config import TrainConfig, load_config
 from inrun.training.loop import Result, Status, Training
 from inrun.training.metrics import Metrics
 from inrun.training.prepare import Prepared, Tell, prepare, tokenizer_of
+from inrun.training.tokenizers import ABOUT
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("inrun")
+#: First line of the configurations that `inrun train` writes.
+HEAD = "# The resolved configuration of this run, written by `inrun train`.\n"
 #: Options that a resumed run may have otherwise than before: they change neither weights nor scores of steps done.
 FREE = ("run", "device", "threads", "nonfinite", "steps", "logging", "checkpoints", "data.cache", "data.paths")
 
@@ -42,6 +50,30 @@ def train(
         stop: Asked after every step; True ends the run with a checkpoint.
     """
     run = Path(config.run)
+    with _alone(run):
+        return _train(config, run, resume, reading, tell, stop)
+
+
+@contextlib.contextmanager
+def _alone(run: Path) -> Iterator[None]:
+    """Keep a second `inrun train` out of the folder, before anything in it is read, cut or removed."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        file = (run / "train.lock").open("ab")
+    except OSError as error:
+        raise TrainingError(f"{run} cannot be written: {error}") from error
+    with file:
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(f"{run} is being trained by another process; wait for it, or choose another run=") from None
+        yield
+
+
+def _train(
+    config: TrainConfig, run: Path, resume: bool, reading: Tell, tell: Callable[[Status], None], stop: Callable[[], bool]
+) -> Result:
     checkpoint = _begin(config, run, resume)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -59,6 +91,10 @@ def train(
 def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     """Write the resolved configuration of a new run, or find where an old one goes on."""
     saved = run / "config.yaml"
+    if saved.exists() and not _is_ours(run):
+        raise ConfigurationError(
+            f"{saved} was not written by `inrun train`, and would be replaced; choose another folder with run="
+        )
     if saved.exists() and not resume and _nothing_done(run):
         _clear(run)
     if not saved.exists():
@@ -66,7 +102,7 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
             raise ConfigurationError(f"{run} holds books that `inrun train` did not write; choose another folder with run=")
         try:
             run.mkdir(parents=True, exist_ok=True)
-            saved.write_text(config.as_yaml(), "utf-8")
+            _write(saved, config)
         except OSError as error:
             raise TrainingError(f"{run} cannot be written: {error}") from error
         if resume:
@@ -75,14 +111,36 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     if not resume:
         raise ConfigurationError(f"{run} holds a run already; go on with it by --resume, or choose another folder with run=")
     _check_same(load_config(saved), config, saved)
-    saved.write_text(config.as_yaml(), "utf-8")
     checkpoint = next(whole_checkpoints(run), None)
     if checkpoint is None and checkpoints_of(run):
         raise TrainingError(f"no checkpoint of {run} is whole; move its folder away to begin anew")
     log.warning("inrun: %s goes on from %s", run, "the beginning" if checkpoint is None else f"step {checkpoint.step}")
     if checkpoint is not None and (checkpoint.state.get("accountant") is None) == config.scoring.enabled:
         raise TrainingError(f"{run} was begun with scoring.enabled={not config.scoring.enabled}; it cannot change within a run")
+    if checkpoint is not None and checkpoint.step > config.steps:
+        raise ConfigurationError(f"steps is {config.steps}, and {run} has done {checkpoint.step} already")
+    if checkpoint is not None and config.scoring.enabled and checkpoint.step % config.scoring.refresh:
+        log.warning(
+            "inrun: step %d lies between two refreshes of the validation gradient (scoring.refresh=%d), which is taken afresh: "
+            "the next scores are not bit for bit those of an unbroken run. Make checkpoints.every a multiple of it",
+            checkpoint.step,
+            config.scoring.refresh,
+        )
+    if checkpoint is None:  # nothing of it counts: metadata of samples must be that of the data as it is now, and whole
+        _clear(run)
+    _write(saved, config)
     return checkpoint
+
+
+def _write(saved: Path, config: TrainConfig) -> None:
+    aside = saved.with_name(".config.part")
+    aside.write_text(HEAD + config.as_yaml(), "utf-8")
+    aside.replace(saved)
+
+
+def _is_ours(run: Path) -> bool:
+    written = (run / "config.yaml").read_text("utf-8", "replace").startswith(HEAD)
+    return written or (run / "run.json").exists() or bool(checkpoints_of(run))
 
 
 def _nothing_done(run: Path) -> bool:
@@ -91,8 +149,12 @@ def _nothing_done(run: Path) -> bool:
 
 
 def _clear(run: Path) -> None:
-    for name in ("manifest", "contributions", "accounts", "samples", "tokenizer", "checkpoints"):
-        shutil.rmtree(run / name, ignore_errors=True)
+    """Remove what a run without a checkpoint left: files that `inrun train` writes, never others."""
+    for name in ("manifest", "contributions", "accounts", "samples"):
+        for file in (run / name).glob("r[0-9]*"):
+            file.unlink()
+    if (run / "tokenizer" / ABOUT).is_file():
+        shutil.rmtree(run / "tokenizer")
     for name in ("run.json", "metrics.jsonl", "config.yaml"):
         (run / name).unlink(missing_ok=True)
 
@@ -123,7 +185,15 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check_data(checkpoint: Checkpoint | None, data: Prepared) -> None:
-    if checkpoint is not None and checkpoint.state["data"] != data.chunks.store.fingerprint:
+    if checkpoint is None:
+        return
+    now = data.validation_fingerprints
+    other = [name for name, was in checkpoint.state.get("validation_data", now).items() if now.get(name) != was]
+    if other:
+        raise TrainingError(
+            f"the documents of validation set {other[0]!r} have changed since the run began: scores would add up two"
+        )
+    if checkpoint.state["data"] != data.chunks.store.fingerprint:
         raise TrainingError(
             "the documents, or how they are read, have changed since the run began: sample ids would mean other samples. "
             "Give data.paths the files of then"

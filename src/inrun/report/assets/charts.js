@@ -80,7 +80,8 @@ function drawLoss() {
     items.push({ name: `${curve.name} (evaluation)`, swatch: fill, trace: line(curve.step, curve.loss, fill, { width: 1.2, dash: "dot", mode: "lines" }) });
   });
   if (!items.length) return none("loss", "No validation loss was recorded.");
-  const at = data.loss[state.set].loss;
+  const evaluated = (data.metrics?.evaluation ?? []).find((curve) => curve.name === data.sets[state.set]);
+  const at = (evaluated ?? data.loss[state.set]).loss;
   const said = at.length ? `The loss on ${data.sets[state.set]} went from ${number(at[0])} to ${number(at[at.length - 1])}.` : "";
   draw("loss", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss" } }, said);
 }
