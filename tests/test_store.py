@@ -312,7 +312,7 @@ def test_killed_at_any_moment_the_bytes_are_the_same(tmp_path, often, kills: int
     whole = build_store(paths, Fields(), BYTES, tmp_path / "unbroken")
     rng, count, reached = random.Random(kills), 0, set()
     final = tmp_path / "cache" / whole.fingerprint
-    while count < kills:
+    while count < kills or (len(reached) < 4 and count < 10 * kills):  # under load kills may fall into one place
         count += build_in_fork(paths, tmp_path / "cache", rng.uniform(0, 0.5) * took)
         progress = final.with_name(final.name + ".building") / "progress.json"
         if progress.exists():
