@@ -14,7 +14,8 @@ from inrun.report.text import digits, one_line
 #: Stages of training; groups that get a colour; groups with a row in the tables; columns that can be chosen.
 STAGES, MOST_COLOURS, MOST_ROWS, MOST_COLUMNS = 20, 16, 24, 4
 #: Columns that are offered first, and those that tell samples apart instead of grouping them.
-FAVOURED, NO_GROUPS = ("domain", "source", "owner"), ("sample_id", "id", "text", "preview")
+FAVOURED = ("domain", "source", "owner")
+NO_GROUPS = ("sample_id", "id", "text", "preview", "document", "chunk", "tokens")
 #: Values beyond which a column that nobody asked for is not offered.
 FEW_VALUES = 60
 NO_METADATA, OTHER = "(no metadata)", "other"
