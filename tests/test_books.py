@@ -292,3 +292,26 @@ def test_coverage_tells_what_waits() -> None:
         with inrun.Accountant(model, optimizer, validation(), method=method) as accountant:
             assert {row.timing for row in accountant.coverage} == timing
     assert math.isfinite(1.0)
+
+
+def test_the_figure_of_merit_is_that_of_the_set_not_of_its_folds():
+    """|residual| of the mean over folds belongs to Σ|c_n| of that mean: folds that disagree must not make it look smaller."""
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = batch(8, seed=4)
+
+    def losses(m):
+        return torch.stack([next_token_loss(m, row) for row in batch(4, seed=5).split(1)])
+
+    accountant = inrun.Accountant(model, optimizer, inrun.folds(losses, 4), method="first", audit_every=1)
+    for _ in range(3):
+        train_step(accountant, model, optimizer, rows)
+        account = accountant.last.accounts["validation"]
+        mean = accountant.last.contributions["validation"].double()
+        written = [r for r in accountant.ledger.accounts().to_pylist() if r["step"] == accountant.last.step]
+        assert len(written) == 4
+        for row in written:
+            assert row["spread"] == pytest.approx(float(mean.abs().sum()), rel=1e-5) == pytest.approx(account.spread, rel=1e-5)
+    apart = [abs(r["data"]) for r in written]
+    assert max(apart) > min(apart)  # the control: the folds do disagree
+    accountant.close()

@@ -17,7 +17,7 @@ from inrun.errors import ConfigurationError, DataError
 from inrun.training import bpe
 from inrun.training.tokenizers import ByteTokenizer, id_dtype, load_tokenizer, make_tokenizer
 
-GPT2 = Path("/work/shared/data/gpt2_bpe")
+GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2_bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="GPT-2's vocabulary is not here")
 TEXTS = [
     "the cat sat on the mat, the cat sat\n",

@@ -541,7 +541,7 @@ class Accountant:
             "step": self.steps_done,
             "method": self.method.name,
             "update": self.update,
-            "refresh": {"every": self.refresh, "since": self._fresh_since},
+            "refresh": self.refresh,
             "audit": self.audits.state_dict(),
             "moved": None if self._moved is None else [s.name for s in self._moved],
             "forms": {site.name: site.form for site in self.capture.sites},

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
-import operator
 import os
 import platform
 import re
@@ -47,12 +45,13 @@ from inrun.ledger.manifest import (
     check_relative,
     name_of_part,
     ranks_of,
-    read_chain,
     read_inside,
     refuse_links,
     survey,
 )
+from inrun.ledger.marks import check_mark, resume_chain
 from inrun.ledger.record import SIGN, UNIT, StepRecord
+from inrun.ledger.rows import checked, contribution_table, to_parquet
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 
 log = logging.getLogger("inrun")
@@ -292,7 +291,7 @@ class Ledger(LedgerReader):
             LedgerReader.__init__(ledger, path)
             refuse_links(ledger.path)
             ledger.chains()  # damage is named before anything is touched
-            step = _check_mark(ledger.path, ledger.about, mark)
+            step = check_mark(ledger.path, ledger.about, mark)
             for folder in (FOLDER, *TABLES):  # a power cut may have left run.json alone
                 make_folder_durably(ledger._files, ledger.path / folder)
             ledger._lock = Lock(ledger.path, rank)
@@ -300,10 +299,10 @@ class Ledger(LedgerReader):
             for other in gone:
                 lock = Lock(ledger.path, other)
                 try:
-                    _resume_chain(ledger.path, other, mark, ledger._files)
+                    resume_chain(ledger.path, other, mark, ledger._files)
                 finally:
                     lock.release()
-            chain = _resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
+            chain = resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
             if chain is None:
                 ledger._at_step = ledger._marked = step
                 ledger._begin_books()  # a new rank, or one that died before its first record
@@ -329,7 +328,7 @@ class Ledger(LedgerReader):
     def write(self, record: StepRecord) -> None:
         """Take one step. It is on disk after the next flush."""
         self._check_writable()
-        step, ids, columns, accounts = _checked(record)
+        step, ids, columns, accounts = checked(record)
         if accounts and step <= self._last_account:
             raise LedgerError(f"step {step} was written already (the last one is {self._last_account}); each step counts once")
         self._order += [(step, ids, label, values) for label, values in columns]
@@ -352,7 +351,7 @@ class Ledger(LedgerReader):
             self._since = time.monotonic()
             return
         try:
-            tables = {"contributions": _contribution_table(self._order)} if self._order else {}
+            tables = {"contributions": contribution_table(self._order)} if self._order else {}
             if self._account_rows:
                 tables["accounts"] = pa.Table.from_pylist(self._account_rows, schema=ACCOUNTS)
         except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
@@ -491,66 +490,6 @@ def _overlap(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> bool:
     return bool(len(a) and len(b) and a[0] <= b[-1] and b[0] <= a[-1])
 
 
-def _resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files) -> Chain | None:
-    """Append a resume record to the manifest of a rank; return its records, None if it died before its first."""
-    chain = read_chain(run, rank)
-    if not chain.records and not chain.damage:
-        files.remove(chain_path(run, rank))
-        return None
-    if chain.damage:
-        raise LedgerError(f"{run} is damaged: {chain.damage[0]}. `inrun repair` saves what is whole; then resume from a checkpoint")
-    step = 0 if mark is None else mark["step"]
-    keep = 0 if mark is None else _position(run, chain, mark)
-    if chain.records[-1].number > keep:
-        ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep})
-    return read_chain(run, rank)
-
-
-def _check_mark(run: Path, about: dict[str, Any], mark: dict[str, Any] | None) -> int:
-    """Return the step of a mark; LedgerError if it is none of this run, or no longer leads anywhere."""
-    if mark is None:
-        return 0
-    kinds = {"run_id": str, "rank": int, "record": int, "hash": str, "step": int}
-    if not isinstance(mark, dict) or any(not isinstance(mark.get(k), kind) for k, kind in kinds.items()):
-        raise LedgerError(f"the mark is {str(mark)[:200]!r}; accepted is what ledger.mark() returned, or None to start over")
-    if mark["run_id"] != about.get("run_id"):
-        raise LedgerError(f"the mark belongs to run {mark['run_id']!r}, and {run} is run {about.get('run_id')!r}")
-    _position(run, read_chain(run, mark["rank"]), mark)
-    return int(mark["step"])
-
-
-def _position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
-    """Find the record of a rank up to which things count at a mark."""
-    if chain.rank == mark["rank"]:
-        number = mark["record"]
-        if not 0 <= number < len(chain.records) or chain.records[number].link != mark["hash"]:
-            raise LedgerError(f"{run} does not have the record the mark speaks of; is it another copy of the run, or cut short?")
-        if any(r.kind == "resume" and r.number > number > r.more["keep"] for r in chain.records):
-            raise LedgerError(
-                f"the mark at step {mark['step']} of {run} is on a branch that a resume from an older checkpoint has dropped; "
-                "resume from that checkpoint or a newer one"
-            )
-        return int(number)
-    # Another rank's mark: every rank flushes when marks are taken, so that some record ends exactly there.
-    step, found = mark["step"], 0
-    straddles: int | None = None
-    for record in chain.records:
-        if record.kind == "resume":
-            found = min(found, record.more["keep"])
-            straddles = None if straddles is None or straddles > record.more["keep"] else straddles
-        elif record.kind == "flush" and record.more["marked"] < step:
-            if record.at_step <= step:
-                found = record.number
-            elif record.more["from_step"] < step:
-                straddles = record.number
-    if straddles is not None:
-        raise LedgerError(
-            f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: record {straddles} holds "
-            "steps from before and after. Call ledger.mark() on every rank when a checkpoint is saved"
-        )
-    return found
-
-
 def _state(run: Path, part: Part) -> str | None:
     """Say what is wrong with the file of a part at first sight."""
     file = run / check_relative(part.path)
@@ -567,56 +506,6 @@ def _read_part(table: str, file: str) -> pa.Table:
     with pq.ParquetFile(file, page_checksum_verification=True) as opened:
         found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
     return found if schema is None else found.cast(schema)
-
-
-def _checked(
-    record: StepRecord,
-) -> tuple[int, npt.NDArray[np.int64], list[tuple[str, npt.NDArray[np.float32]]], list[dict[str, Any]]]:
-    """Return a copy of what a record says; LedgerError if it cannot be kept exactly."""
-    try:
-        step = operator.index(record.step)
-    except TypeError:
-        step = -1
-    if not 0 <= step < 2**62:
-        raise LedgerError(f"step is {record.step!r}; it must be an integer of at least 0")
-    ids = np.array(record.sample_ids)  # copies: the caller may use its arrays again
-    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63))):
-        raise LedgerError(
-            f"step {step}: sample ids are {ids.dtype} of shape {ids.shape}; they must be a row of integers below 2^63"
-        )
-    columns = []
-    for label, given in record.contributions.items():
-        with np.errstate(over="ignore"):
-            values = np.array(given, np.float32)
-        if values.shape != ids.shape:
-            raise LedgerError(f"step {step}: {len(given)} contributions to {label!r} for {len(ids)} sample ids")
-        if not np.isfinite(values).all():
-            raise LedgerError(f"step {step}: a contribution to {label!r} is not finite; record such a step as skipped instead")
-        columns.append((label, values))
-    strange = [row.get("step") for row in record.accounts if row.get("step") != step]
-    if strange:
-        raise LedgerError(f"step {step}: an account speaks of step {strange[0]!r}")
-    return step, ids.astype(np.int64), columns, [dict(row) for row in record.accounts]
-
-
-def _contribution_table(rows: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]]) -> pa.Table:
-    labels = list(dict.fromkeys(label for _, _, label, _ in rows))
-    place = {label: i for i, label in enumerate(labels)}
-    index = np.concatenate([np.full(len(values), place[label], np.int32) for _, _, label, values in rows])
-    columns = [
-        pa.array(np.concatenate([np.full(len(values), step, np.int64) for step, _, _, values in rows])),
-        pa.array(np.concatenate([ids for _, ids, _, _ in rows])),
-        pa.DictionaryArray.from_arrays(pa.array(index), pa.array(labels, pa.string())).cast(pa.string()),
-        pa.array(np.concatenate([values for _, _, _, values in rows])),
-    ]
-    return pa.table(columns, schema=CONTRIBUTIONS)
-
-
-def to_parquet(table: pa.Table) -> bytes:
-    """Write a table as Parquet with page checksums: without them bit flips pass unseen."""
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    return sink.getvalue()
 
 
 def parse_flush(given: int | str) -> tuple[int | None, float | None]:

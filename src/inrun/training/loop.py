@@ -151,12 +151,8 @@ class Training:
         return accountant
 
     def _ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
-        """Go on with the books of the folder; None where there are none yet."""
-        if checkpoint is not None:
-            return Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
-        if (self.run / "run.json").exists():  # killed before the first checkpoint
-            return Ledger.resume(self.run, None)
-        return None
+        """Go on with the books that belong to a checkpoint; None begins new ones."""
+        return None if checkpoint is None else Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
 
     def _about(self) -> dict[str, Any]:
         shape, size = describe_model(self.model), sum(p.numel() for p in self.model.parameters())

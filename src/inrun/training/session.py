@@ -122,7 +122,7 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     if checkpoint is not None and config.scoring.enabled and checkpoint.step % config.scoring.refresh:
         log.warning(
             "inrun: step %d lies between two refreshes of the validation gradient (scoring.refresh=%d), which is taken afresh: "
-            "the next scores are not bit for bit those of an unbroken run. Make checkpoints.every a multiple of it",
+            "the scores until the next refresh are not bit for bit those of a run that was planned for so many steps",
             checkpoint.step,
             config.scoring.refresh,
         )
