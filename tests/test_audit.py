@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import inrun
-from inrun.engine.audit import Schedule
+from inrun.engine.audits import Schedule
 from inrun.errors import ConservationError, CoverageError
 from inrun.training.gpt import next_token_loss
 from tiny import batch, tiny, train_step, validation

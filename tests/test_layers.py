@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import inrun
 from cases import CASES, Case, D, model_of
-from inrun.layers.linear import contract_outer, contract_outer_rows, shared_outer
+from inrun.layers.shapes import Outer, shared_outer
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
 COMBINATIONS = [pytest.param(case, form, id=f"{case.name}-{form}") for case in CASES for form in case.forms]
@@ -100,12 +100,12 @@ def test_outer_products_of_any_shape(n: int, t: int, p: int, q: int, k: int, see
     per_sample = torch.einsum("ntp,ntq->npq", x, y)
     expected = torch.einsum("npq,kpq->nk", per_sample, v)
     total, shared = shared_outer(x, y, v)
-    _, rows = shared_outer(x, y, v, rowwise=True)
+    _, rows = shared_outer(x, y, v, by_rows=True)
     torch.testing.assert_close(rows, torch.einsum("npq,kpq->nkp", per_sample, v), rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(contract_outer_rows(x, y, v), rows, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(Outer(x, y).contract_by_rows(v), rows, rtol=1e-12, atol=1e-11)
     torch.testing.assert_close(total, per_sample.sum(0), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(shared, expected, rtol=1e-12, atol=1e-11)
-    torch.testing.assert_close(contract_outer(x, y, v), expected, rtol=1e-12, atol=1e-11)
+    torch.testing.assert_close(Outer(x, y).contract(v), expected, rtol=1e-12, atol=1e-11)
 
 
 @settings(max_examples=25, deadline=None)
@@ -184,9 +184,9 @@ def test_fallback_replays_dropout() -> None:
 
 def test_temporaries_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit the scratch buffer is done in pieces, with the same result."""
-    from inrun.layers import embedding, linear, norm
+    from inrun.layers import norm, shapes
 
-    for module in (embedding, linear, norm):
+    for module in (shapes, norm):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 200)
     for case, form in [c.values for c in COMBINATIONS]:
         results, _ = run_case(case, form, torch.float64, 5, 4, seed=4)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import inrun
-from inrun.engine.watch import norm_of
+from inrun.engine.checks.gradients import norm_of
 from inrun.errors import CoverageError, OptimizerError, RowOwnershipError, StepError
 from inrun.training.gpt import next_token_loss
 from reference import contributions, gradients, relative_error, sample_gradients, secant_gain, sgd_gain
@@ -369,7 +369,7 @@ def test_parameter_without_any_history_waits() -> None:
         optimizer.step()
         optimizer.zero_grad()
     params = list(model.parameters())
-    with accountant.capture.paused():
+    with accountant.paused():
         g_n = sample_gradients(lambda j: square(model, x[j : j + 1]), 3, params)
         g_val = gradients(square(model, x[:1]), params)
     whole = [torch.stack([g[i] for g in g_n]).sum(0) for i in range(2)]

@@ -233,7 +233,7 @@ def test_options_changed_inside_the_step(make, name: str, value) -> None:
     with game.accountant("midpoint") as accountant, accountant.step(range(N)):
         losses(game.model, game.x[3]).sum().backward()
         group[name] = value
-        with accountant.capture.paused():
+        with accountant.paused():
             want = game.truth(losses(game.model, game.x[3]))
         game.optimizers[0].step()
     assert relative_error(accountant.last.contributions["validation"], want) < 1e-9
@@ -247,7 +247,7 @@ def test_scheduler_inside_the_step() -> None:
             with accountant.step(range(N)):
                 losses(game.model, game.x[i]).sum().backward()
                 group["lr"] *= 0.3
-                with accountant.capture.paused():
+                with accountant.paused():
                     want = game.truth(losses(game.model, game.x[i]))
                 game.optimizers[0].step()
                 game.optimizers[0].zero_grad()

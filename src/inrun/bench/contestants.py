@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from inrun.bench.shape import Shape, loss_of
 from inrun.engine import Accountant
-from inrun.layers.rows import scratch_bytes
+from inrun.layers.layout import scratch_bytes
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Calla
                 loss_of(model, rows).backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.buffers.nbytes()
+        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
 
     return make
 

@@ -35,16 +35,16 @@ class Buffers:
             found = self._named[key] = torch.empty(like.shape, dtype=dtype, device=like.device)
         return found
 
-    def next(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return the next buffer of a list; it is this caller's until the step ends."""
+    def next(self, key: Hashable, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the next buffer of a list, as a new tensor object; it is this caller's until the step ends."""
         place = self._dealt.get(key, 0)
         self._dealt[key] = place + 1
         buffers = self._lists.setdefault(key, [])
         if place == len(buffers):
-            buffers.append(torch.empty(0, dtype=like.dtype, device=like.device))
+            buffers.append(torch.empty(0, dtype=dtype, device=device))
         found, count = buffers[place], math.prod(shape)
-        if found.numel() < count or found.dtype != like.dtype or found.device != like.device:
-            found = buffers[place] = torch.empty(count, dtype=like.dtype, device=like.device)
+        if found.numel() < count or found.dtype != dtype or found.device != device:
+            found = buffers[place] = torch.empty(count, dtype=dtype, device=device)
         return found[:count].view(shape)
 
     def nbytes(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.moves import Moves
 from inrun.engine.sites import Scored
+from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients, Validation
 from inrun.errors import ValidationError
 
@@ -30,7 +30,7 @@ def _norm(tensors: list[Tensor]) -> float:
 
 def bent_by_differences(
     validation: Validation,
-    moves: Moves,
+    path: UpdatePath,
     parameters: list[nn.Parameter],
     moving: list[Scored],
     move: dict[nn.Parameter, Tensor],
@@ -50,7 +50,7 @@ def bent_by_differences(
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
     h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
     for sign in (1.0, -1.0):
-        with moves.at(moving, move, sign * h):
+        with path.at(moving, move, sign * h):
             there = validation.gradients(parameters, step)
         add_scaled(bent, there, sign * 0.25 / h)
     return bent, plain, h
@@ -59,7 +59,7 @@ def bent_by_differences(
 def check_hessian(
     found: Gradients,
     validation: Validation,
-    moves: Moves,
+    path: UpdatePath,
     parameters: list[nn.Parameter],
     moving: list[Scored],
     move: dict[nn.Parameter, Tensor],
@@ -70,10 +70,10 @@ def check_hessian(
     Autograd does not always say when a second derivative is missing: a custom function whose backward is written with
     plain tensors counts as a constant there, and the product would be silently partial.
     """
-    bent, plain, h = bent_by_differences(validation, moves, parameters, moving, move, step)
+    bent, plain, h = bent_by_differences(validation, path, parameters, moving, move, step)
     if h == 0.0:
         return False
-    coarse = bent_by_differences(validation, moves, parameters, moving, move, step, shorter=2.0)[0]
+    coarse = bent_by_differences(validation, path, parameters, moving, move, step, shorter=2.0)[0]
     quads = [
         (a, b, c, d)
         for a, b, c, d in zip(found.raw, bent.raw, plain.raw, coarse.raw, strict=True)

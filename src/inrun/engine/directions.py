@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.moves import Moves
 from inrun.engine.sites import Scored
+from inrun.engine.update_path import UpdatePath
 from inrun.errors import StepError
 from inrun.optimizers import UpdateRule
 
@@ -30,6 +30,15 @@ class Timing(enum.Enum):
     #: Both at the optimizer's step.
     AT_STEP = enum.auto()
 
+    def waits(self, rule: UpdateRule) -> bool:
+        """Whether all contractions of an update wait for the optimizer's step."""
+        return self is not Timing.BEFORE and (self is Timing.AT_STEP or not rule.linear)
+
+    def waits_at(self, rule: UpdateRule, sparse: bool) -> bool:
+        """Whether the contraction of one use of a parameter waits for the optimizer's step."""
+        streams = type(rule).frozen is not UpdateRule.frozen
+        return self.waits(rule) or (not rule.linear and (sparse or not streams))
+
 
 @dataclass
 class Direction:
@@ -46,56 +55,73 @@ def _plain(value: Any) -> Any:
     return tuple(_plain(x) for x in value) if isinstance(value, (tuple, list)) else value
 
 
-class Directions:
-    """Makes and holds the directions of a step."""
+class History:
+    """Which parameters have had a gradient, as far as the optimizers' states tell; lasts over steps.
 
-    def __init__(self, moves: Moves, optimizers: list[torch.optim.Optimizer], timing: Timing, keep_raw: bool) -> None:
-        """``keep_raw`` tells that the raw gradients serve more than one step and must not be overwritten."""
-        self.moves, self.scored, self.rules = moves, moves.scored, moves.rules
-        self.optimizers, self.timing, self.keep_raw = optimizers, timing, keep_raw
-        self.raw: dict[nn.Parameter, Tensor] = {}
-        self.streaming: dict[nn.Parameter, Direction] = {}
-        self.ready: dict[nn.Parameter, Tensor] = {}
-        self.zero_gains = 0
-        #: Parameters of which some entry, or every entry, has had a gradient, by the state that tells so: looked at again on
-        #: audited steps only (some: after the early ones).
+    Some: looked at again after the early steps only when audited. All: only when audited.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
         self._with_some: dict[nn.Parameter, dict[str, Any]] = {}
         self._with_all: dict[nn.Parameter, dict[str, Any]] = {}
-        #: Options of all groups as they stood when directions were made before the backward.
-        self._options: list[list[dict[str, Any]]] = []
 
-    def forget(self) -> None:
-        """Free the gradients of the last step before new ones are made."""
-        self.raw, self.streaming, self.ready, self._options = {}, {}, {}, []
-
-    def set_raw(self, raw: list[Tensor | None]) -> None:
-        """Take new validation gradients, one per scored parameter."""
-        self.raw = {s.parameter: g for s, g in zip(self.scored, raw, strict=True) if g is not None}
-
-    def _blank(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> bool:
-        """Whether a parameter never had a gradient (LoRA's A while B is 0): it must wait for the real one, like a new one."""
+    def missing(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> int | None:
+        """Return how many entries never had a gradient; None where that need not be looked at again."""
         p = s.parameter
         begun = self._with_some.get(p) is state and float(state.get("step", 0)) > EARLY
         if not count and (begun or self._with_all.get(p) is state):
-            return False
+            return None
         missing = rule.without_history(state)
         if missing < p.numel() and state:
             self._with_some[p] = state
         if missing == 0 and state:
             self._with_all[p] = state
-        self.zero_gains += missing
+        return missing
+
+
+class Directions:
+    """Makes and holds the directions of a step."""
+
+    def __init__(
+        self,
+        path: UpdatePath,
+        optimizers: list[torch.optim.Optimizer],
+        timing: Timing,
+        history: History,
+        keep_raw: bool,
+    ) -> None:
+        """``keep_raw`` tells that the raw gradients serve more than one step and must not be overwritten."""
+        self.path, self.scored, self.rules = path, path.scored, path.rules
+        self.optimizers, self.timing, self.history, self.keep_raw = optimizers, timing, history, keep_raw
+        self.raw: dict[nn.Parameter, Tensor] = {}
+        self.streaming: dict[nn.Parameter, Direction] = {}
+        self.ready: dict[nn.Parameter, Tensor] = {}
+        #: Entries that score 0 because the optimizer has no history of them.
+        self.zero_gains = 0
+        #: Options of all groups as they stood when directions were made before the backward.
+        self._options: list[list[dict[str, Any]]] = []
+
+    def take(self, raw: list[Tensor | None]) -> None:
+        """Take validation gradients, one per scored parameter."""
+        self.raw = {s.parameter: g for s, g in zip(self.scored, raw, strict=True) if g is not None}
+
+    def _blank(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> bool:
+        """Whether a parameter never had a gradient (LoRA's A while B is 0): it must wait for the real one, like a new one."""
+        missing = self.history.missing(s, rule, state, count)
+        self.zero_gains += missing or 0
         return missing == s.parameter.numel()
 
+    @torch.no_grad()
     def prepare(self, count: bool) -> None:
         """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
-        self.streaming, self.ready, self.zero_gains = {}, {}, 0
         self._options = [self._options_of(i) for i in range(len(self.optimizers))]
         for s in self.scored:
             raw = self.raw.get(s.parameter)
             rule = self.rules[s.optimizer]
-            if raw is None or self.waits(rule):
+            if raw is None or self.timing.waits(rule):
                 continue
-            state = self.optimizers[s.optimizer].state.get(s.parameter, {})
+            state = s.state
             if rule.linear:
                 factor = rule.frozen(raw, s.parameter, s.group, state)
                 assert factor is not None
@@ -136,23 +162,13 @@ class Directions:
             return None
         return self.streaming.get(s.parameter)
 
-    def waits(self, rule: UpdateRule) -> bool:
-        """Whether all contractions of this update wait for the optimizer's step."""
-        return self.timing is not Timing.BEFORE and (self.timing is Timing.AT_STEP or not rule.linear)
-
-    def waits_at(self, s: Scored, sparse: bool) -> bool:
-        """Whether the contraction of one use of a parameter waits for the optimizer's step."""
-        rule = self.rules[s.optimizer]
-        streams = type(rule).frozen is not UpdateRule.frozen
-        return self.waits(rule) or (not rule.linear and (sparse or not streams))
+    def by_rows(self, s: Scored) -> bool:
+        """Whether the gain of a parameter with one row per class is corrected row by row when the optimizer steps."""
+        return not self.rules[s.optimizer].linear
 
     def is_zero(self, s: Scored) -> bool:
         """Whether no validation loss depends on this parameter, so that it scores 0 (unknown before the step: no)."""
         return self.timing is not Timing.AT_STEP and s.parameter not in self.raw
-
-    def used_gradient(self, s: Scored) -> Tensor:
-        """Return the gradient as the optimizer will use it."""
-        return self.moves.used_gradient(s)
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -160,8 +176,8 @@ class Directions:
         self.ready = {}
         for s in self.scored:
             raw = self.raw.get(s.parameter)
-            if raw is not None and s.parameter.grad is not None and self.waits(self.rules[s.optimizer]):
-                self.ready[s.parameter] = self.moves.direction(s, raw.clone() if self.keep_raw else raw)
+            if raw is not None and s.parameter.grad is not None and self.timing.waits(self.rules[s.optimizer]):
+                self.ready[s.parameter] = self.path.direction(s, raw.clone() if self.keep_raw else raw)
 
     @torch.no_grad()
     def deferred(self, s: Scored, rows: Tensor | None) -> Tensor | None:
@@ -174,8 +190,8 @@ class Directions:
             return None
         if p in self.ready:
             return self.ready[p] if rows is None else self.ready[p].index_select(1, rows)
-        state = self.optimizers[s.optimizer].state.get(p, {})
-        raw, grad, weight = self.raw[p], self.used_gradient(s), p.detach()
+        state = s.state
+        raw, grad, weight = self.raw[p], s.used_gradient, p.detach()
         if rows is not None:
             raw, grad, weight = raw.index_select(1, rows), grad.index_select(0, rows), weight.index_select(0, rows)
             whole = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape]
@@ -194,10 +210,10 @@ class Directions:
         secant gain to its mean frozen gain, over the first columns.
         """
         p = s.parameter
-        rule, state = self.rules[s.optimizer], self.optimizers[s.optimizer].state.get(p, {})
+        rule, state = self.rules[s.optimizer], s.state
         columns = slice(COLUMNS)
         some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
-        weight, grad = p.detach()[:, columns], self.used_gradient(s)[:, columns]
+        weight, grad = p.detach()[:, columns], s.used_gradient[:, columns]
         frozen = torch.ones((1, *weight.shape), dtype=weight.dtype, device=weight.device)
         scale = rule.frozen(frozen, weight, s.group, some)
         assert scale is not None

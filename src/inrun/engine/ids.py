@@ -35,7 +35,13 @@ def check_ids(ids: Any) -> Tensor:
         raise IdsError(f"sample ids must be one per batch row, shape [n]; got shape {tuple(tensor.shape)}")
     if tensor.numel() == 0:
         raise IdsError("sample ids are empty; a batch needs at least one row")
-    return tensor.to("cpu", torch.int64, copy=True)
+    host = tensor.to("cpu", copy=True)
+    if host.dtype == torch.uint64 and bool((host.view(torch.int64) < 0).any()):
+        raise IdsError(
+            "sample ids must fit a signed 64-bit integer, up to 2**63 - 1; some of these uint64 ids are larger. Take the position in "
+            "the dataset (inrun.with_ids), or the hash modulo 2**63."
+        )
+    return host.to(torch.int64)
 
 
 class WithIds(torch.utils.data.Dataset[Any]):

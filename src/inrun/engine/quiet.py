@@ -12,24 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import ValidationError
+from inrun.torch_private import buffers_written_silently, version_of
 
 
 @contextlib.contextmanager
-def forked_random(seed: int, devices: list[torch.device]) -> Iterator[None]:
-    """Seed torch, numpy and Python for the time of the block; put them back afterwards."""
+def forked_random(seed: int | None, devices: list[torch.device]) -> Iterator[None]:
+    """Seed torch, numpy and Python for the time of the block (None: go on from where they are); put them back afterwards."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     cuda = [d for d in devices if d.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed)
-        for device in cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
         try:
-            random.seed(seed)
-            if numpy is not None:
-                numpy.random.seed(seed % 2**32)
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                for device in cuda:
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(seed)
+                random.seed(seed)
+                if numpy is not None:
+                    numpy.random.seed(seed % 2**32)
             yield
         finally:
             random.setstate(python_state)
@@ -44,7 +46,7 @@ def modes(model: nn.Module, training: bool | None, batch_norm_eval: bool = False
     try:
         for m, flag in before:
             wanted = flag if training is None else training
-            if batch_norm_eval and isinstance(m, nn.modules.batchnorm._BatchNorm):
+            if batch_norm_eval and buffers_written_silently(m):
                 wanted = False
             m.training = wanted
         yield
@@ -74,12 +76,12 @@ class BufferGuard:
         written = self.written.get(flags)
         copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
         copies = {name: b.detach().clone() for name, b in copied.items()}
-        versions = {name: b._version for name, b in buffers.items()}
+        versions = {name: version_of(b) for name, b in buffers.items()}
         try:
             yield
         finally:
             after = dict(self.model.named_buffers())
-            changed = {n for n, b in buffers.items() if b._version != versions[n] or after.get(n) is not b}
+            changed = {n for n, b in buffers.items() if version_of(b) != versions[n] or after.get(n) is not b}
             if written is None:
                 changed |= {name for name, copy in copies.items() if not torch.equal(buffers[name], copy)}
             for name in copies if written is not None else changed & set(copies):
@@ -97,7 +99,7 @@ def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None
     owner, _, local = name.rpartition(".")
     with torch.no_grad():
         buffer.copy_(copy)
-    model.get_submodule(owner)._buffers[local] = buffer
+    setattr(model.get_submodule(owner), local, buffer)
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

@@ -1,17 +1,18 @@
-"""Where scores come from: the modules that own trainable parameters, and who scores what."""
+"""Where scores come from: the trainable parameters, the modules that use them, and which rule scores each use."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from inrun.errors import ConfigurationError, CoverageError
-from inrun.layers import FallbackRule, Rule, find_rule
+from inrun.layers import FallbackRule, LayerRule, find_rule
 
 
 @dataclass(eq=False)
@@ -24,14 +25,32 @@ class Scored:
     optimizer: int
     owner: torch.optim.Optimizer
     group_index: int
-    #: Position of (optimizer, group) among all groups: contributions of one lane share one learning rate.
-    lane: int
     uses: list[tuple[Site, str]] = field(default_factory=list)
+
+    def add_use(self, site: Site, name: str) -> None:
+        """Note that a module uses this parameter."""
+        self.uses.append((site, name))
+
+    def drop_use(self, site: Site) -> None:
+        """Forget a module that only registers this parameter."""
+        self.uses = [(other, name) for other, name in self.uses if other is not site]
 
     @property
     def group(self) -> dict[str, Any]:
         """Return the live parameter group (``load_state_dict`` puts new ones in place)."""
         return self.owner.param_groups[self.group_index]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's state of this parameter."""
+        return self.owner.state.get(self.parameter, {})
+
+    @property
+    def used_gradient(self) -> Tensor:
+        """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
+        gradient, scale = self.parameter.grad, getattr(self.owner, "grad_scale", None)
+        assert gradient is not None
+        return gradient if scale is None else gradient / scale
 
     @property
     def only_sparse(self) -> bool:
@@ -46,26 +65,43 @@ class Scored:
 
 @dataclass(eq=False)
 class Site:
-    """One module whose forward is observed."""
+    """One module that is observed, and the parameters it answers for."""
 
     name: str
     module: nn.Module
-    rule: Rule
+    rule: LayerRule
+    #: By name relative to the module.
     scored: dict[str, Scored]
-    original: Callable[..., Any]
-    forms: set[str] = field(default_factory=set)
+    _forms: set[str] = field(default_factory=set)
     #: Outputs of a module without a rule that no sample moves: they belong to all samples at once.
-    shared_outputs: set[int] = field(default_factory=set)
+    _shared_outputs: set[int] = field(default_factory=set)
 
     @property
-    def is_fallback(self) -> bool:
-        """Whether the module has no rule of its own."""
-        return isinstance(self.rule, FallbackRule)
+    def title(self) -> str:
+        """Return the name for messages."""
+        return f"{self.name or 'the model itself'} ({type(self.module).__name__})"
 
     @property
     def form(self) -> str:
         """Return the form or forms in which the module was scored so far."""
-        return self.rule.form if isinstance(self.rule, FallbackRule) else "+".join(sorted(self.forms))
+        return getattr(self.rule, "form", "") or "+".join(sorted(self._forms))
+
+    def note_form(self, form: str) -> None:
+        """Remember that a call was scored in this form."""
+        self._forms.add(form)
+
+    def note_shared_output(self, index: int) -> None:
+        """Remember that an output belongs to all samples at once."""
+        self._shared_outputs.add(index)
+
+    def has_rows(self, index: int, shape: torch.Size, n: int) -> bool:
+        """Whether output ``index`` of a module without a rule has rows of ``n`` samples."""
+        return len(shape) > 0 and shape[0] % n == 0 and index not in self._shared_outputs
+
+    def leave_to_others(self, name: str) -> None:
+        """Give up a parameter that this module only registers, for a child to use (BERT's head bias)."""
+        s = self.scored.pop(name)
+        s.drop_use(self)
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples: the first tensor argument."""
@@ -76,21 +112,35 @@ def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     """List the trainable parameters of the model that some optimizer moves."""
     names = {p: name for name, p in model.named_parameters()}
     found: dict[nn.Parameter, Scored] = {}
-    lane = 0
     for index, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if p in found:
                     raise ConfigurationError(f"parameter {found[p].name} is in two optimizers or groups")
                 if p in names and p.requires_grad:
-                    found[p] = Scored(names[p], p, index, optimizer, place, lane)
-            lane += 1
+                    found[p] = Scored(names[p], p, index, optimizer, place)
+    _check_kinds(found)
     _check_memory(found)
     if not found:
         raise ConfigurationError(
             "no trainable parameter of the model is in the optimizer; was the optimizer made from another model?"
         )
     return found
+
+
+def _check_kinds(scored: dict[nn.Parameter, Scored]) -> None:
+    """Raise for parameters that no score can be made for yet, by name and with the way out."""
+    for p, s in scored.items():
+        if p.device.type == "meta":
+            raise ConfigurationError(
+                f"{s.name} is on the meta device and has no values; make the Accountant after the weights are loaded "
+                "(model.to_empty(device=...) and initialisation, or from_pretrained)"
+            )
+        if p.is_complex():
+            raise ConfigurationError(
+                f"{s.name} is complex ({p.dtype}); scores of complex parameters are not defined here. Freeze it, or hold its real "
+                "and imaginary parts as two real parameters (torch.view_as_real)."
+            )
 
 
 def _check_memory(scored: dict[nn.Parameter, Scored]) -> None:
@@ -124,7 +174,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that this module's own forward uses, by name relative to the module."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    if torch.nn.utils.parametrize.is_parametrized(module):
+    if parametrize.is_parametrized(module):
         inner = module.parametrizations
         own |= {f"parametrizations.{n}": p for n, p in inner.named_parameters(remove_duplicate=False)}  # type: ignore[union-attr]
     if isinstance(module, nn.MultiheadAttention):
@@ -145,7 +195,7 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         if _inside(name, whole):
             continue
         own = {local: scored[p] for local, p in own_parameters(module).items() if p in scored}
-        if torch.nn.utils.parametrize.is_parametrized(module):
+        if parametrize.is_parametrized(module):
             whole.append(f"{name}.parametrizations" if name else "parametrizations")
         if isinstance(module, nn.MultiheadAttention):
             whole.append(f"{name}.out_proj" if name else "out_proj")
@@ -156,9 +206,9 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
             raise CoverageError(f"{name} cannot be scored: {reason}. Freeze it, or change the option.")
         if rule is None or not set(own) <= set(rule.names):
             rule = FallbackRule(tuple(own))
-        site = Site(name, module, rule, own, module.forward)
+        site = Site(name, module, rule, own)
         for local, s in own.items():
-            s.uses.append((site, local))
+            s.add_use(site, local)
         sites.append(site)
     unowned = [s.name for s in scored.values() if not s.uses]
     if unowned:

@@ -43,12 +43,28 @@ class Gradients:
     #: Per parameter ``[k, *shape]``; None where no validation loss depends on it.
     raw: list[Tensor | None]
 
+    def scaled(self, factor: float) -> Gradients:
+        """Multiply losses and gradients, in place, by a factor."""
+        self.losses = self.losses * factor
+        for g in self.raw:
+            if g is not None:
+                g.mul_(factor)
+        return self
+
 
 Differentiate = Callable[[Tensor, bool], list[Tensor | None]]
 
 
 def _gradient(point: Tensor, parameters: list[nn.Parameter], last: bool) -> list[Tensor | None]:
-    return list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
+    try:
+        return list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValidationError(
+            "the validation pass uses reentrant activation checkpointing, whose backward cannot be asked for gradients without "
+            "writing them to .grad; take use_reentrant=False, or no checkpointing in eval mode"
+        ) from error
 
 
 def _bent_gradient(
@@ -191,9 +207,14 @@ class Validation:
                     )
                 points = loss.reshape(-1)
                 in_folds = isinstance(self.callables[name][0], Folds)
-                for j, point in enumerate(points):
-                    found.append(differentiate(point, j + 1 == len(points)))
-                    columns.append(Column(name, None if loss.dim() == 0 else j, in_folds))
+                mine = [differentiate(point, j + 1 == len(points)) for j, point in enumerate(points)]
+                if all(g is None for gradients in mine for g in gradients):
+                    raise ValidationError(
+                        f"validation {name!r} returned a loss that depends on no parameter that is scored, so that every sample would "
+                        "score 0; run the model that the callable is given (not a copy of it), and do not detach its output"
+                    )
+                found += mine
+                columns += [Column(name, None if loss.dim() == 0 else j, in_folds) for j in range(len(points))]
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
         _separate(raw)

@@ -112,7 +112,7 @@ def score_once(
     method, _, quadrature = method.partition(":")
     chosen = {"method": method, "update": update, "quadrature": quadrature or None, "audit_every": 0, **options}
     with rewound(model, optimizers), Accountant(model, list(optimizers), validation, **chosen) as accountant:
-        accountant.told_memory = True  # one line per method tried would drown the table
+        accountant.hush()  # one line per method tried would drown the table
         with accountant.step(range(n)):
             sample_losses(model).sum().backward()
             if max_norm is not None:

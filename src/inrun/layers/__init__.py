@@ -1,23 +1,29 @@
-"""Contract one layer with a direction: the registry and the rules it holds."""
+"""Map one layer's inputs and output gradient to per-sample gradients: the registry and the rules it holds."""
 
 from inrun.layers import embedding, linear, norm  # noqa: F401 - importing registers the rules
-from inrun.layers.fallback import FallbackRule, float_tensors, unused_parameters
-from inrun.layers.registry import Kept, KeptRowSums, Rule, find_rule, register, register_finder, registered
-from inrun.layers.rows import Layout, by_sample
-from inrun.layers.tap import ExpandTap, Observer, Tap
+from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
+from inrun.layers.layout import Layout
+from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
+from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
 
 __all__ = [
-    "ExpandTap",
+    "Ask",
+    "Call",
     "FallbackRule",
-    "Kept",
-    "KeptRowSums",
+    "Formed",
+    "GradientShape",
+    "LayerRule",
     "Layout",
-    "Observer",
-    "Rule",
-    "Tap",
-    "by_sample",
+    "LookUp",
+    "Outer",
+    "Output",
+    "Owned",
+    "RecordedCall",
+    "Replay",
+    "Tapped",
     "find_rule",
-    "float_tensors",
+    "nbytes_of",
     "register",
     "register_finder",
     "registered",

@@ -5,7 +5,8 @@ With f(θ) the module's output on this call and b the gradient there, ⟨g_n, v�
 ``jvp``   one forward-mode product of the whole call; needs no knowledge of the arguments
 ``vmap``  per-sample gradients by ``torch.func``, for operations without a forward-mode derivative
 
-Both run the module's forward again, under the random state of the original call.
+Both call the module again, hooks and all, under the random state of the original call, after the backward: never inside the
+user's own forward.
 """
 
 from __future__ import annotations
@@ -13,97 +14,89 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from inrun.errors import StepError
-from inrun.layers.registry import Kept, KeptFactors, Rule, Saved, Take, dot_each
+from inrun.errors import CoverageError, StepError
+from inrun.layers.layout import dot_each
+from inrun.layers.registry import LayerRule
+from inrun.layers.shapes import GradientShape
+from inrun.layers.trees import flatten, float_tensors, unflatten
+from inrun.torch_private import version_of
 
 log = logging.getLogger("inrun")
 
 
-class FallbackRule(Rule):
+class FallbackRule(LayerRule):
     """Contract any module by running it again. One instance per module, since the form is found by trying."""
 
     label = "fallback"
     exact = False
+    replays = True
 
     def __init__(self, names: tuple[str, ...]) -> None:
         """``names`` are the parameters this module answers for, relative to it."""
         self.own_names = names
         self.form = "jvp"
+        #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
+        self.split: dict[int, bool] = {}
         #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
         self.written: dict[bool, set[str]] = {}
 
-    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
-        """Keep the arguments and the random state from which the call started."""
-        detached = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (args, kwargs))
-        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-        random_state = (torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
-        return (Recorded(module, detached, random_state, self),)
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:
+        """Note arguments, random state, modes and buffers."""
+        return RecordedCall(module, args, kwargs, self)
 
-    def contract(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, v: Tensor) -> Tensor:
-        """Contract by the form that works for this module."""
-        if self.form == "jvp":
-            try:
-                return contract_jvp(module, name, saved[0], b, n, v)
-            except (NotImplementedError, RuntimeError) as error:
-                log.info("inrun: no forward-mode derivative in %s (%s); using vmap", type(module).__name__, error)
-                self.form = "vmap"
-        return dot_each(self.sample_gradient(module, name, saved, b, n), v)
+    def note_rows(self, argument: int) -> None:
+        """Remember that an argument (by place) was seen to have one row per sample."""
+        self.split[argument] = True
 
-    def sample_gradient(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> Tensor:
-        """Form per-sample gradients by vmap over samples."""
-        return sample_gradients_vmap(module, name, saved[0], b, n)
-
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Any, n: int, take: Take) -> Kept:
-        """Keep the arguments and output gradients."""
-        return KeptFactors(self, module, name, saved, b, n)
-
-    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
-        """Guess: an output of the size of the input. Both are alive anyway until the backward is through."""
-        return 2 * lead.nbytes
+    def note_written(self, training: bool, names: set[str]) -> None:
+        """Remember buffers that a forward in this mode writes to."""
+        self.written[training] = names | self.written.get(training, set())
 
 
-class Recorded:
-    """One call: its arguments ``(args, kwargs)``, the random state before it, and how the module stood."""
+class RecordedCall:
+    """One call of a module: its arguments ``(args, kwargs)``, the random state before it, and how the module stood."""
 
-    def __init__(self, module: nn.Module, arguments: Any, random_state: Any, rule: FallbackRule) -> None:
-        """Hold all of it."""
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rule: FallbackRule) -> None:
+        """Note all of it, before the call."""
         buffers = dict(module.named_buffers())
-        self.rule, self.training = rule, module.training
+        self.module, self.rule, self.training = module, rule, module.training
         written = rule.written.get(self.training, set(buffers))
         self.buffers = {k: b.clone() for k, b in buffers.items() if k in written}
-        self.buffer_versions = {k: b._version for k, b in buffers.items()}
-        self.arguments, self.random_state = arguments, random_state
+        self.buffer_versions = {k: version_of(b) for k, b in buffers.items()}
+        leaves, self.structure = flatten((args, kwargs))
+        self.leaves = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+        devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+        self.random_state = (torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices})
         self.flags = [(m, m.training) for m in module.modules()]
         self.device_type = next(module.parameters()).device.type
         self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
-        self.watched = [*(x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)), *module.parameters()]
-        self.versions = [x._version for x in self.watched]
+        self.watched = [*(x for x in self.leaves if isinstance(x, Tensor)), *module.parameters()]
+        self.versions = [version_of(x) for x in self.watched]
 
-    def note_written(self, module: nn.Module) -> None:
+    def note_written(self) -> None:
         """After the call: keep copies of those buffers only that it wrote to."""
-        written = {k for k, b in module.named_buffers() if self.buffer_versions.get(k) != b._version}
-        self.rule.written[self.training] = written | self.rule.written.get(self.training, set())
+        written = {k for k, b in self.module.named_buffers() if self.buffer_versions.get(k) != version_of(b)}
+        self.rule.note_written(self.training, written)
         self.buffers = {k: b for k, b in self.buffers.items() if k in written}
 
-    def check(self, module: nn.Module) -> None:
+    def check(self) -> None:
         """Raise if an argument or a weight was overwritten since the call: a replay would be another function."""
-        if self.versions != [x._version for x in self.watched]:
+        if self.versions != [version_of(x) for x in self.watched]:
             raise StepError(
-                f"{type(module).__name__} has no rule and must run again, but its input or its weights were changed in place "
+                f"{type(self.module).__name__} has no rule and must run again, but its input or its weights were changed in place "
                 "since its forward; do not write into its input, and give all its parameters to one optimizer"
             )
 
-    def replay(self, module: nn.Module, parameters: dict[str, Tensor], arguments: Any) -> list[Tensor]:
-        """Run the module with other parameters; return its floating-point output tensors in order."""
-        self.check(module)
-        args, kwargs = arguments
+    def run(self, parameters: dict[str, Tensor], leaves: list[Any] | None = None) -> list[Tensor]:
+        """Run the module with other parameters (and arguments); return its floating-point output tensors in order."""
+        self.check()
+        args, kwargs = unflatten(self.leaves if leaves is None else leaves, self.structure)
         cpu, cuda = self.random_state
         enabled, dtype = self.autocast
         with (
@@ -116,9 +109,156 @@ class Recorded:
                 torch.cuda.set_rng_state(state, device)
             # A tied parameter is scored where it is used: do not replace it in children that share it.
             # Buffers are copied: a second forward must not count twice in running statistics.
-            copies = {name: self.buffers.get(name, b).clone() for name, b in module.named_buffers()}
-            out = torch.func.functional_call(module, copies | parameters, args, kwargs, tie_weights=False)
+            copies = {name: self.buffers.get(name, b).clone() for name, b in self.module.named_buffers()}
+            out = torch.func.functional_call(self.module, copies | parameters, args, kwargs, tie_weights=False)
         return float_tensors(out)
+
+
+class Replay(GradientShape):
+    """The per-sample gradients of one parameter of a module that is run again.
+
+    Args (of the constructor):
+        call: The recorded call.
+        name: The parameter, relative to the module.
+        b: Gradients at the module's floating-point outputs, in order; None where none arrived.
+        n: Samples.
+        quietly: Makes a context in which the module's parts run unobserved.
+    """
+
+    def __init__(
+        self,
+        call: RecordedCall,
+        name: str,
+        b: list[Tensor | None],
+        n: int,
+        quietly: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Hold the call and its output gradients."""
+        self.call, self.name, self.b, self.n, self.quietly = call, name, b, n, quietly
+
+    def contract(self, v: Tensor) -> Tensor:
+        """Contract by the form that works for this module."""
+        rule = self.call.rule
+        with self.quietly():
+            if rule.form == "jvp":
+                try:
+                    return self._contract_jvp(v)
+                except (NotImplementedError, RuntimeError) as error:
+                    log.info("inrun: no forward-mode derivative in %s (%s); using vmap", type(self.call.module).__name__, error)
+                    rule.form = "vmap"
+            return dot_each(self._form(), v)
+
+    def form(self) -> Tensor:
+        """Form per-sample gradients by vmap over samples."""
+        with self.quietly():
+            return self._form()
+
+    def total(self) -> Tensor:
+        """Differentiate the call as a whole."""
+        parameter = self.call.module.get_parameter(self.name).detach()
+        with self.quietly(), torch.enable_grad():
+            value = parameter.clone().requires_grad_()
+            outs = self.call.run({self.name: value})
+            pairs = [(out, b) for out, b in zip(outs, self.b, strict=True) if b is not None and out.requires_grad]
+            if not pairs:
+                return torch.zeros_like(parameter)
+            (g,) = torch.autograd.grad([out for out, _ in pairs], value, [b for _, b in pairs], allow_unused=True)
+        return torch.zeros_like(parameter) if g is None else g
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the output gradients; arguments are alive anyway until the backward is through."""
+        return tuple(b for b in self.b if b is not None)
+
+    def _contract_jvp(self, v: Tensor) -> Tensor:
+        """Return Σ b_n ∘ (J v)_n by one forward-mode product per direction, ``[n, k]``."""
+        parameter = self.call.module.get_parameter(self.name).detach()
+
+        def run(value: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.call.run({self.name: value}))
+
+        scores = []
+        for direction in v:
+            tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
+            parts = [
+                (tangent.reshape(self.n, -1) * b.reshape(self.n, -1)).sum(1)
+                for tangent, b in zip(tangents, self.b, strict=True)
+                if b is not None
+            ]
+            scores.append(torch.stack(parts).sum(0))
+        return torch.stack(scores, dim=1)
+
+    def _form(self) -> Tensor:
+        """Form per-sample gradients ``[n, *shape]`` by vmap: arguments with rows of samples are split, the others shared."""
+        parameter = self.call.module.get_parameter(self.name).detach()
+        split = self._splitting()
+        grads = [b.reshape(self.n, -1) for b in self.b if b is not None]
+
+        def one_sample(rows: list[Tensor], grads: list[Tensor]) -> Tensor:
+            def run(value: Tensor) -> tuple[Tensor, ...]:
+                outs = self._run_one(split, rows, value)
+                return tuple(out for out, b in zip(outs, self.b, strict=True) if b is not None)
+
+            outs, pull = torch.func.vjp(run, parameter)[:2]
+            (g,) = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
+            return g
+
+        with warnings.catch_warnings():
+            # The user was told that this module is slow; which kernel lacks a batching rule does not help them.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return torch.func.vmap(one_sample, randomness="error")(self._rows(split), grads)
+
+    def _rows(self, split: tuple[int, ...]) -> list[Tensor]:
+        """Return the arguments at places ``split`` with one row per sample, ``[n, block, ...]``."""
+        return [self.call.leaves[i].reshape(self.n, -1, *self.call.leaves[i].shape[1:]) for i in split]
+
+    def _run_one(self, split: tuple[int, ...], rows: list[Tensor], value: Tensor) -> list[Tensor]:
+        leaves = list(self.call.leaves)
+        for i, row in zip(split, rows, strict=True):
+            leaves[i] = row
+        return self.call.run({self.name: value}, leaves)
+
+    @torch.no_grad()
+    def _splitting(self) -> tuple[int, ...]:
+        """Find the arguments to split: those that the row check saw moving, and of the others what gives the same output.
+
+        A mask of shape [t, t] with t = n looks like one row per sample and is not; a padding mask that is equal for all
+        samples looks like no sample's and is. Only running the module tells.
+        """
+        call, n = self.call, self.n
+        candidates = [
+            i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] and x.shape[0] % n == 0
+        ]
+        sure = [i for i in candidates if call.rule.split.get(i, False)]
+        doubtful = [i for i in candidates if i not in sure]
+        leading = [i for i in doubtful if call.leaves[i].shape[0] == n]
+        choices = [[*sure, *leading], sure, [*sure, *doubtful], [*sure, *(i for i in doubtful if i not in leading)]]
+        parameter = call.module.get_parameter(self.name).detach()
+        whole = call.run({self.name: parameter})
+        problem: Exception | None = None
+        for choice in choices:
+            split = tuple(sorted(set(choice)))
+            if not split:
+                continue
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    outs = torch.func.vmap(
+                        lambda rows, split=split: tuple(self._run_one(split, rows, parameter)), randomness="error"
+                    )(self._rows(split))
+            except Exception as error:  # noqa: BLE001 - what fails is not the way the module was called
+                problem = error
+                continue
+            wanted = [(o, w) for o, w, b in zip(outs, whole, self.b, strict=True) if b is not None]
+            if all(o.numel() == w.numel() and torch.allclose(o.reshape(w.shape), w, rtol=1e-3, atol=1e-5) for o, w in wanted):
+                return split
+        shapes = [tuple(x.shape) for x in call.leaves if isinstance(x, Tensor)]
+        raise CoverageError(
+            f"{type(call.module).__name__} has no rule and no forward-mode derivative, and its {n} samples cannot be run one by "
+            f"one: no way to split its arguments of shapes {shapes} gives the output of the batch"
+            + (f" ({type(problem).__name__}: {str(problem).splitlines()[0]})" if problem is not None and str(problem) else "")
+            + ". Usual causes: a mask that does not have one row per sample, offsets into a flat input, rows routed to experts. "
+            "Freeze its parameters, or replace it by layers that have a rule."
+        )
 
 
 @contextlib.contextmanager
@@ -134,64 +274,12 @@ def _modes(flags: list[tuple[nn.Module, bool]]) -> Iterator[None]:
             m.training = flag
 
 
-def float_tensors(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors of an output, in order."""
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def contract_jvp(module: nn.Module, name: str, recorded: Recorded, b: list[Tensor | None], n: int, v: Tensor) -> Tensor:
-    """Return Σ b_n ∘ (J v)_n by one forward-mode product per direction, ``[n, k]``."""
-    parameter = module.get_parameter(name).detach()
-
-    def run(value: Tensor) -> tuple[Tensor, ...]:
-        return tuple(recorded.replay(module, {name: value}, recorded.arguments))
-
-    scores = []
-    for direction in v:
-        tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
-        parts = [
-            (tangent.reshape(n, -1) * grad.reshape(n, -1)).sum(1)
-            for tangent, grad in zip(tangents, b, strict=True)
-            if grad is not None
-        ]
-        scores.append(torch.stack(parts).sum(0))
-    return torch.stack(scores, dim=1)
-
-
-def sample_gradients_vmap(module: nn.Module, name: str, recorded: Recorded, b: list[Tensor | None], n: int) -> Tensor:
-    """Form per-sample gradients ``[n, *shape]``: each argument with a leading dimension n is split, the others shared."""
-    parameter = module.get_parameter(name).detach()
-    leaves, structure = pytree.tree_flatten(recorded.arguments)
-    split = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
-
-    def one_sample(rows: list[Tensor], grads: list[Tensor]) -> Tensor:
-        given = iter(rows)
-        whole = [next(given).unsqueeze(0) if is_split else x for x, is_split in zip(leaves, split, strict=True)]
-
-        def run(value: Tensor) -> tuple[Tensor, ...]:
-            outs = recorded.replay(module, {name: value}, pytree.tree_unflatten(whole, structure))
-            return tuple(out for out, grad in zip(outs, b, strict=True) if grad is not None)
-
-        outs, pull = torch.func.vjp(run, parameter)[:2]
-        (g,) = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
-        return g
-
-    rows = [x for x, is_split in zip(leaves, split, strict=True) if is_split]
-    grads = [grad.reshape(n, -1) for grad in b if grad is not None]
-    with warnings.catch_warnings():
-        # The user was told that this module is slow; which kernel lacks a batching rule does not help them.
-        warnings.filterwarnings("ignore", message="There is a performance drop")
-        return torch.func.vmap(one_sample, randomness="error")(rows, grads)
-
-
-def unused_parameters(module: nn.Module, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return which of ``names`` the module's forward does not use itself: NaN in them does not reach its output."""
-    recorded = FallbackRule(()).observe(module, args, kwargs)[0]
+@torch.no_grad()
+def unused_parameters(call: RecordedCall, names: list[str]) -> list[str]:
+    """Return which of ``names`` the module's call does not use itself: NaN in them does not reach its output."""
     found = []
-    with torch.no_grad():
-        for name in names:
-            spoiled = {name: torch.full_like(module.get_parameter(name), float("nan"))}
-            outs = recorded.replay(module, spoiled, recorded.arguments)
-            if not any(bool(torch.isnan(out).any()) for out in outs):
-                found.append(name)
+    for name in names:
+        spoiled = {name: torch.full_like(call.module.get_parameter(name), float("nan"))}
+        if not any(bool(torch.isnan(out).any()) for out in call.run(spoiled)):
+            found.append(name)
     return found

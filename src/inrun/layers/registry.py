@@ -1,53 +1,51 @@
-"""The rules: how the per-sample gradients of one layer type are contracted with a direction.
+"""The rules: one mapping per layer type from (inputs, output gradient) to the shapes of its per-sample gradients.
 
-The gradient of sample n at one parameter is g_n, the direction is v; a rule returns ⟨g_n, v⟩ without forming
-g_n where that is cheaper. A rule is one small class, registered by module class:
+A rule is one small class in a file of its own, registered by module class:
 
     @register(MyLayer)
-    class MyRule(Rule):
+    class MyRule(LayerRule):
+        label = "my layer"
         names = ("weight",)
 
-        def sample_gradient(self, module, name, saved, b, n): ...
+        def gradients(self, constants, inputs, b, n, names):
+            return {"weight": Formed(...)}
 
-``contract`` follows from ``sample_gradient`` unless there is a cheaper way. A rule may also own the layer's
-backward (``shared_forward``), so that the weight gradient and the contraction come out of the same GEMM.
+That is all it takes: contraction, keeping, totals and sketches belong to the shapes (``shapes.py``), and how numbers leave
+the backward belongs to the seam (``seam.py``). A rule may also own the layer's forward and backward (``Owner``), so that the
+weight gradient and the contraction come out of the same products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from inrun.errors import StepError
-
-if TYPE_CHECKING:
-    from inrun.layers.tap import Observer
-
-Saved = tuple[Any, ...]
-#: ``take(shape, like)`` gives a reused buffer that lasts until the optimizer's step.
-Take = Callable[[tuple[int, ...], Tensor], Tensor]
+from inrun.errors import CoverageError
+from inrun.layers.shapes import Formed, GradientShape, Parts
 
 
-def flatten_directions(v: Tensor) -> Tensor:
-    """View directions ``[k, *shape]`` as ``[k, numel]``."""
-    return v.reshape(v.shape[0], -1)
+class Owner:
+    """A layer's own forward and backward, on tensors alone."""
+
+    def run(self, constants: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output, and what ``gradients`` and ``input_gradient`` need beside the weight (``x`` first)."""
+        raise NotImplementedError
+
+    def input_gradient(self, constants: Any, saved: tuple[Tensor, ...], weight: Tensor, b: Tensor) -> Tensor:
+        """Return the gradient at the input."""
+        raise NotImplementedError
 
 
-def dot_each(g: Tensor, v: Tensor) -> Tensor:
-    """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
-    flat = g.reshape(g.shape[0], -1).to(v.dtype)
-    # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
-    return torch.stack([torch.mv(flat, d) for d in flatten_directions(v).unbind(0)], dim=1)
+class LayerRule:
+    """How the per-sample gradients of one layer type come about.
 
-
-class Rule:
-    """How one module class contracts per-sample gradients with directions.
-
-    Letters: n samples, t positions, i/o input and output features, k validation sets. ``saved`` is what
-    ``observe`` returned at the forward call, ``b`` the gradient of the loss at the module's output.
+    Letters: n samples, t positions, i/o input and output features, k validation sets; ``b`` is the gradient of the loss at
+    the module's output. A rule holds no state: what it needs of a module is in its ``constants``, which are hashable.
     """
 
     label: ClassVar[str] = "rule"
@@ -56,152 +54,67 @@ class Rule:
     sparse: ClassVar[bool] = False
     #: False where the module may compute in float32 whatever its dtype, so that sums agree only to that precision.
     exact: ClassVar[bool] = True
+    #: Whether the rule runs the module again instead of mapping (modules without a rule of their own).
+    replays: ClassVar[bool] = False
+    #: The layer's own forward and backward, where the rule has one.
+    owner: ClassVar[Owner | None] = None
 
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this module's gradient is not the rule's, or return None."""
         return None
 
-    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Saved:
-        """Return the detached tensors that the contraction needs; the layer input comes first."""
-        (a,) = (*args, *kwargs.values())
-        return (a.detach(),)
+    def constants(self, module: nn.Module) -> Hashable:
+        """Return what the mapping needs of the module beside tensors."""
+        return ()
 
-    def sample_gradient(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
-        """Form the per-sample gradients of one parameter, ``[n, *shape]``."""
-        raise NotImplementedError(f"{type(self).__name__} forms no per-sample gradients")
+    def inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Return the tensors of a call that the mapping needs; the one whose rows are samples comes first."""
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            kinds = ", ".join(type(x).__name__ for x in given) or "nothing"
+            raise CoverageError(f"a {type(module).__name__} was called with {kinds}; its rule knows calls with one tensor")
+        return (given[0],)
 
-    def contract(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
-        """Return ⟨g_n, v⟩ for every sample and direction, ``[n, k]``."""
-        return dot_each(self.sample_gradient(module, name, saved, b, n), v)
+    def gradients(
+        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """Map the inputs of a call and its output gradient to one shape for each of ``names``."""
+        raise NotImplementedError
 
-    def rows_are_classes(self, module: nn.Module, name: str) -> bool:
+    def kept_as(
+        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+    ) -> tuple[type[GradientShape], Parts]:
+        """Tell as which shape and tensors a gradient is kept until the optimizer steps; ``dtype`` is the output's."""
+        return Formed, (((n, *parameter.shape), torch.promote_types(parameter.dtype, torch.float32)),)
+
+    def restore(self, constants: Any, kind: type[GradientShape], parts: tuple[Tensor, ...]) -> GradientShape:
+        """Make the shape again from the tensors it was kept as."""
+        return kind.of(parts)  # type: ignore[attr-defined]
+
+    def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call that is about to happen, to run it again later (rules that replay)."""
+        raise NotImplementedError(f"{type(self).__name__} does not run its module again")
+
+    def note_rows(self, argument: int) -> None:
+        """Take note that an argument was seen to have one row per sample (rules that replay)."""
+
+    def rows_are_classes(self, name: str, parameter: Tensor) -> bool:
         """Whether the parameter has one row per class or word, of which a batch touches few (an output vocabulary)."""
         return False
 
-    def contract_rows(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, v: Tensor) -> Tensor:
-        """Return ⟨g_n, v⟩ row by row of the parameter, ``[n, k, p]``; asked for where ``rows_are_classes``."""
-        raise NotImplementedError(f"{type(self).__name__} does not contract row by row")
-
-    def keep(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int, take: Take) -> Kept:
-        """Keep what a later contraction needs: inputs and output gradients, or per-sample gradients if smaller.
-
-        Anything large goes into buffers that ``take`` gives, since fresh pages at every step cost more than filling them.
-        """
-        return KeptGradients(self.sample_gradient(module, name, saved, b, n))
-
-    def kept_bytes(self, module: nn.Module, name: str, lead: Tensor, n: int) -> int:
-        """Return what ``keep`` will hold for a call with input ``lead``, told from its shape before the backward."""
-        parameter = module.get_parameter(name)
-        return n * parameter.numel() * max(parameter.element_size(), 4)
-
-    def total(self, module: nn.Module, name: str, saved: Saved, b: Tensor, n: int) -> Tensor:
-        """Return Σ_n g_n, ``[*shape]``: what this call gave to the parameter's gradient."""
-        return self.sample_gradient(module, name, saved, b, n).sum(0)
-
-    def shared_forward(self, module: nn.Module, args: tuple[Any, ...], observer: Observer, forced: bool) -> Tensor | None:
-        """Run the layer with a backward of our own, or return None.
-
-        None means that the rule has none for this call or, unless ``forced``, that the project form costs less.
-        """
-        return None
+    def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
+        """Whether ``owner`` should run this call: it can and, unless ``forced``, it costs less than the project form."""
+        return False
 
 
-class Kept:
-    """What a deferred contraction needs of one call and one parameter."""
-
-    def contract(self, v: Tensor) -> Tensor:
-        """Return ⟨g_n, v⟩, ``[n, k]``, for directions ``v`` ``[k, *shape]``."""
-        raise NotImplementedError
-
-    def rows(self) -> Tensor | None:
-        """Return the rows of the parameter that can be non-zero in g_n, or None for all."""
-        return None
-
-    def total(self) -> Tensor:
-        """Return Σ_n g_n, ``[*shape]``."""
-        raise NotImplementedError
-
-    def nbytes(self) -> int:
-        """Return the memory that is held until the optimizer steps."""
-        raise NotImplementedError
+def nbytes_of(parts: Parts) -> int:
+    """Return the memory that parts will take."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)
 
 
-class KeptGradients(Kept):
-    """Per-sample gradients, ``[n, *shape]``."""
-
-    def __init__(self, g: Tensor) -> None:
-        """Hold ``g``."""
-        self.g = g
-
-    def contract(self, v: Tensor) -> Tensor:
-        """Contract by one product per direction."""
-        return dot_each(self.g, v)
-
-    def total(self) -> Tensor:
-        """Add them up."""
-        return self.g.sum(0)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the gradients."""
-        return self.g.nbytes
-
-
-class KeptRowSums(Kept):
-    """⟨g_n, v⟩ row by row of a parameter, ``[n, k, p]``: contracted already, but for one factor per row."""
-
-    def __init__(self, sums: Tensor) -> None:
-        """Hold the sums."""
-        self.sums = sums
-
-    def weigh(self, factors: Tensor) -> Tensor:
-        """Add up the rows with their factors ``[p]``, giving ``[n, k]``."""
-        return self.sums @ factors.to(self.sums.dtype)
-
-    def nbytes(self) -> int:
-        """Return the bytes of the sums."""
-        return self.sums.nbytes
-
-
-class KeptFactors(Kept):
-    """Layer inputs and output gradients; contracted by the rule when the direction is known."""
-
-    def __init__(self, rule: Rule, module: nn.Module, name: str, saved: Saved, b: Any, n: int) -> None:
-        """Hold the tensors of one call."""
-        self.rule, self.module, self.name, self.saved, self.b, self.n = rule, module, name, saved, b, n
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        b = self.b if isinstance(self.b, list) else [self.b]
-        return [x._version for x in (*self.saved, *b) if isinstance(x, Tensor)]
-
-    def check(self) -> None:
-        """Raise if a kept tensor was overwritten since the backward."""
-        if self.versions != self._versions():
-            raise StepError(
-                f"the input or output gradient of a {type(self.module).__name__} was overwritten between its backward and "
-                "optimizer.step(), where "
-                "its contraction had to wait; give every microbatch a tensor of its own"
-            )
-
-    def contract(self, v: Tensor) -> Tensor:
-        """Contract by the rule's project form."""
-        self.check()
-        return self.rule.contract(self.module, self.name, self.saved, self.b, self.n, v)
-
-    def total(self) -> Tensor:
-        """Leave the sum to the rule."""
-        self.check()
-        return self.rule.total(self.module, self.name, self.saved, self.b, self.n)
-
-    def nbytes(self) -> int:
-        """Return the bytes of inputs and output gradients."""
-        tensors = [x for x in (*self.saved, self.b) if isinstance(x, Tensor)]
-        return sum(x.nbytes for x in tensors)
-
-
-_rules: dict[type[nn.Module], Rule] = {}
-_finders: list[Callable[[nn.Module], Rule | None]] = []
-R = TypeVar("R", bound=type[Rule])
+_rules: dict[type[nn.Module], LayerRule] = {}
+_finders: list[Callable[[nn.Module], LayerRule | None]] = []
+R = TypeVar("R", bound=type[LayerRule])
 
 
 def register(*module_classes: type[nn.Module]) -> Callable[[R], R]:
@@ -215,7 +128,7 @@ def register(*module_classes: type[nn.Module]) -> Callable[[R], R]:
     return add
 
 
-def register_finder(finder: Callable[[nn.Module], Rule | None]) -> Callable[[nn.Module], Rule | None]:
+def register_finder(finder: Callable[[nn.Module], LayerRule | None]) -> Callable[[nn.Module], LayerRule | None]:
     """Register a function from a module to its rule, for classes that cannot be imported here."""
     _finders.append(finder)
     return finder
@@ -226,14 +139,14 @@ def registered() -> list[str]:
     return sorted(cls.__name__ for cls in _rules)
 
 
-def find_rule(module: nn.Module) -> Rule | None:
+def find_rule(module: nn.Module) -> LayerRule | None:
     """Return the rule for a module, or None where only the fallback can serve.
 
     A subclass counts only if it computes the same function: its ``forward`` is the registered class's, and
     its parameters are plain parameters (a parametrised or patched layer is another function).
     """
     cls = type(module)
-    if "forward" in module.__dict__ or torch.nn.utils.parametrize.is_parametrized(module):
+    if "forward" in module.__dict__ or parametrize.is_parametrized(module):
         return None
     for base in cls.__mro__:
         if base in _rules and cls.forward is base.forward:

@@ -167,7 +167,7 @@ def _about(source: Source, sets: Sequence[str], look: Look, replayer: Replayer, 
     model = replayer.training.model
     shape, size = describe_model(model), sum(p.numel() for p in model.parameters())
     return {
-        "method": replayer.accountant.method.name,
+        "method": replayer.accountant.method,
         "update": replayer.accountant.update,
         "validation": list(sets),
         "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",

@@ -196,12 +196,8 @@ class Replayer:
 
     def _go_to(self, step: int, fresh: bool) -> None:
         """Tell the accountant which step comes; where a run refreshes its validation gradients, and if ``fresh``, it has none."""
-        a = self.accountant
-        if not fresh and (a.refresh == 1 or step % a.refresh):
-            a.steps_done = step
-            return
-        state = {"version": 1, "step": step, "method": a.method.name, "update": a.update, "audit": {"next_step": step}}
-        a.load_state_dict(state)
+        refresh = self.accountant.refresh
+        self.accountant.seek(step, afresh=fresh or (refresh > 1 and step % refresh == 0))
 
     def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
         self._set_lr(lr)  # before the step opens: lookahead moves by it

@@ -6,8 +6,7 @@ multiplied outside its module, or gradient left over from before the step.
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +45,19 @@ def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
     return own if exact else max(own, torch.finfo(torch.float32).eps)
 
 
-def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any, torch.dtype]) -> None:
-    """Raise ConservationError naming the parameters whose contributions do not add up.
+#: What may be behind a difference that nothing else explains.
+USUAL_CAUSES = (
+    "Usual causes: a penalty on the weights written into the loss (use the optimizer's weight_decay), a weight "
+    "multiplied outside its module (call the module), or .grad changed between two microbatches."
+)
+SECOND_ORDER = (
+    "A backward with create_graph=True was itself differentiated (a gradient penalty?): part of the gradient then flows through "
+    "the backward of the layers, which no sample's rows tell. Such losses cannot be scored."
+)
+
+
+def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any, torch.dtype], causes: str = USUAL_CAUSES) -> None:
+    """Raise ConservationError naming the parameters whose contributions do not add up, and ``causes``.
 
     ``coarse`` tells the parameters whose gradient came through tensors of a lower precision than their own.
     """
@@ -67,49 +77,5 @@ def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any,
         ]
         more = f"\n  and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ConservationError(
-            f"at step {step} some gradient flows through no sample's rows:\n" + "\n".join(lines) + more + "\n"
-            "Usual causes: a penalty on the weights written into the loss (use the optimizer's weight_decay), a weight "
-            "multiplied outside its module (call the module), gradient left in .grad from before the step (zero_grad), "
-            "or .grad changed between two microbatches."
+            f"at step {step} some gradient flows through no sample's rows:\n" + "\n".join(lines) + more + "\n" + causes
         )
-
-
-@dataclass
-class Schedule:
-    """Which steps are audited: every k-th, or as often as costs under one per cent."""
-
-    every: int | None
-    next_step: int = 0
-    _step_seconds: list[float] = field(default_factory=list)
-    _began: float = 0.0
-    _spent: float = 0.0
-
-    def due(self, step: int) -> bool:
-        """Whether this step is audited."""
-        if self.every is None:
-            return step >= self.next_step
-        return self.every > 0 and step % self.every == 0
-
-    def begin(self) -> None:
-        """Start the clock of a step."""
-        self._began, self._spent = time.perf_counter(), 0.0
-
-    def spent(self, seconds: float) -> None:
-        """Count time that only the audit needed."""
-        self._spent += seconds
-
-    def finish(self, step: int, audited: bool) -> None:
-        """Plan the next audit so that audits cost at most one per cent of the time."""
-        plain = max(time.perf_counter() - self._began - self._spent, 1e-9)
-        self._step_seconds = [*self._step_seconds[-9:], plain]
-        if audited:
-            typical = sorted(self._step_seconds)[len(self._step_seconds) // 2]
-            self.next_step = step + max(1, round(100.0 * self._spent / typical))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the phase."""
-        return {"every": self.every, "next_step": self.next_step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the phase."""
-        self.next_step = int(state["next_step"])

@@ -1,4 +1,4 @@
-"""Which rows of a tensor belong to which sample.
+"""Which rows of a tensor belong to which sample, and sums over them that stay in the cache.
 
 Rules see every tensor in one normal form, ``[n, t, features]``: n samples, t positions. How the leading
 dimensions of a module's tensors map to samples is its *layout*:
@@ -59,6 +59,13 @@ def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     if key not in buffers or buffers[key].numel() < count:
         buffers[key] = torch.empty(count, dtype=x.dtype, device=x.device)
     return buffers[key][:count].view(shape)
+
+
+def dot_each(g: Tensor, v: Tensor) -> Tensor:
+    """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
+    flat = g.reshape(g.shape[0], -1).to(v.dtype)
+    # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
+    return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
 
 
 def scratch_bytes() -> int:

@@ -6,14 +6,15 @@ told apart from anything else by the norms of the single tensors and a few of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from inrun.engine.sites import Scored
-from inrun.errors import ConservationError, OptimizerError, StepError
+from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
+from inrun.torch_private import current_backward, foreign_gradient_hooks, version_of
 
 SKETCH = 8
 #: Entries whose squares are added up at a time.
@@ -31,7 +32,7 @@ class Seen:
 
     def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
         """Whether this very tensor is still there and was written to just so often."""
-        return gradient is self.gradient and gradient._version == self.version + writes
+        return gradient is self.gradient and version_of(gradient) == self.version + writes
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -74,50 +75,76 @@ def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: flo
 
 
 class GradientWatch:
-    """Post-accumulation hooks on the scored parameters."""
+    """What happens to the gradients of the scored parameters in one step; told by hooks that the engine keeps on them."""
 
-    def __init__(self, scored: list[Scored], active: Callable[[], bool]) -> None:
-        """Attach; gradients are noted while ``active()``."""
+    def __init__(self, scored: list[Scored]) -> None:
+        """Look at the gradients as they stand before the step's first backward."""
         self.names = {s.parameter: s.name for s in scored}
-        self.active = active
-        self.reset()
-        self.handles = [s.parameter.register_post_accumulate_grad_hook(self._note) for s in scored]
+        self.seen: dict[nn.Parameter, Seen] = {}
+        #: Backwards in which a parameter received gradient.
+        self.backwards: dict[nn.Parameter, set[int]] = {}
+        #: Parameters whose gradient was changed between two backwards; that got gradient after an optimizer had stepped.
+        self.disturbed: set[nn.Parameter] = set()
+        self.late: set[nn.Parameter] = set()
+        #: Norms of gradients that were there before the step's first backward.
+        self.before: dict[nn.Parameter, Tensor] = {}
+        self.settled = False
+        #: Hooks of others may change gradients on their way to ``.grad``, where nothing is seen of it.
+        self.hooked = foreign_gradient_hooks(self.names, ours=1)
+        self._handles = [p.register_hook(self._before_arrival(p)) for p in self.names if p.grad is not None]
 
-    def contract(self, parameter: nn.Parameter) -> None:
-        """Note inside a backward that a rule contracts a parameter, whose gradient is about to arrive."""
-        self.contracted.add(parameter)
-        if parameter.grad is not None and parameter not in self.seen and parameter not in self.before:
-            self.before[parameter] = norm_of(parameter.grad.detach())
+    def _before_arrival(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        """Note what is in ``.grad`` when the step's first gradient comes to be added to it."""
+
+        @torch.no_grad()
+        def hook(_: Tensor) -> None:
+            if parameter in self.seen:
+                return
+            self.before.pop(parameter, None)  # torch.autograd.grad calls this too, and zero_grad may have come since
+            if parameter.grad is not None:
+                self.before[parameter] = norm_of(parameter.grad)
+
+        return hook
 
     @torch.no_grad()
-    def _note(self, parameter: Tensor) -> None:
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Note a gradient right after it was accumulated."""
         gradient = parameter.grad
-        if not self.active() or gradient is None:
+        if gradient is None:
             return
-        assert isinstance(parameter, nn.Parameter)
-        if parameter not in self.contracted:
-            self.missed.add(parameter)
-        self.contracted.discard(parameter)
+        self.backwards.setdefault(parameter, set()).add(current_backward())
         before = self.seen.get(parameter)
         if before is not None and not before.untouched(gradient, writes=1):
             self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
-        self.seen[parameter] = Seen(gradient, gradient._version, norm_of(gradient), sketch_of(gradient))
+        self.seen[parameter] = Seen(gradient, version_of(gradient), norm_of(gradient), sketch_of(gradient))
 
-    def reset(self) -> None:
-        """Forget the step."""
-        self.seen: dict[nn.Parameter, Seen] = {}
-        #: Parameters that got gradient no rule contracted; whose gradient was changed between two backwards; that got
-        #: gradient after an optimizer had stepped.
-        self.missed: set[nn.Parameter] = set()
-        self.disturbed: set[nn.Parameter] = set()
-        self.late: set[nn.Parameter] = set()
-        #: Parameters contracted in the backward that is running, until their gradient arrives.
-        self.contracted: set[nn.Parameter] = set()
-        #: Norms of gradients that were there before the step's first backward.
-        self.before: dict[nn.Parameter, Tensor] = {}
-        self.settled = False
+    def settle(self) -> None:
+        """From now on an optimizer has stepped: more gradient comes too late."""
+        self.settled = True
+
+    def close(self) -> None:
+        """Take the step's own hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check_coverage(self, scored: Collection[Scored], contracted: list[dict[nn.Parameter, set[int]]]) -> None:
+        """Raise if a parameter received gradient in a backward in which no rule contracted it.
+
+        ``contracted`` tells, per microbatch, the backwards in which something of a parameter came out of a rule.
+        """
+        missed = []
+        for s in scored:
+            came = self.backwards.get(s.parameter)
+            if came and not came <= set().union(*(found.get(s.parameter, set()) for found in contracted)):
+                missed.append(s.name)
+        if missed:
+            raise CoverageError(
+                f"{', '.join(missed)} received gradient, but no observed module used it in this step; its scores would be "
+                "missing. Usual causes: the weight is multiplied without calling its module, the backward belongs to a "
+                "forward outside the step or of backward(inputs=...), or the model was changed after the Accountant was made."
+            )
 
     def check_history(self) -> None:
         """Raise if the gradient did not grow by backwards alone."""
@@ -145,15 +172,6 @@ class GradientWatch:
                 "no sample's of this step. Call zero_grad() before the step's first backward, or put all backwards of an update "
                 "into one step (step.microbatch)."
             )
-
-    def has_hooks(self) -> bool:
-        """Whether hooks other than ours may change gradients on their way to ``.grad``, where nothing is seen of it."""
-        return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.names)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Detach the hooks."""
-        for handle in self.handles:
-            handle.remove()
 
     @torch.no_grad()
     def factor(self, scored: list[Scored], strict: bool = True) -> float | None:

@@ -16,38 +16,23 @@ from torch import Tensor, nn
 from inrun.engine.buffers import Buffers
 from inrun.engine.sites import Scored
 from inrun.optimizers import UpdateRule
+from inrun.torch_private import keep_version_counters
 
 Shift = Callable[[Scored, Tensor], None]
 Place = contextlib.AbstractContextManager[None]
 
 
-class Moves:
-    """Gains and moves of the scored parameters, made from the gradients the optimizers are about to use."""
+class UpdatePath:
+    """Gains and moves of the scored parameters in one step, made from the gradients the optimizers are about to use."""
 
     def __init__(self, scored: list[Scored], rules: list[UpdateRule], frozen: bool, buffers: Buffers) -> None:
         """``frozen`` takes the linearisation with the state before the step for the gain, where there is one."""
         self.scored, self.rules, self.frozen, self.buffers = scored, rules, frozen, buffers
         self.gains: dict[nn.Parameter, Tensor | float] = {}
 
-    @staticmethod
-    def state(s: Scored) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter."""
-        return s.owner.state.get(s.parameter, {})
-
-    @staticmethod
-    def used_gradient(s: Scored) -> Tensor:
-        """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
-        gradient, scale = s.parameter.grad, getattr(s.owner, "grad_scale", None)
-        assert gradient is not None
-        return gradient if scale is None else gradient / scale
-
     def moving(self) -> list[Scored]:
         """Return the parameters that the coming steps move: optimizers pass over those without a gradient."""
         return [s for s in self.scored if s.parameter.grad is not None]
-
-    def forget(self) -> None:
-        """Drop the gains of the last step."""
-        self.gains = {}
 
     def gain(self, s: Scored) -> Tensor | float:
         """Return −P, learning rate included; made once per step."""
@@ -56,8 +41,8 @@ class Moves:
         return self.gains[s.parameter]
 
     def _make_gain(self, s: Scored) -> Tensor | float:
-        rule, state, weight = self.rules[s.optimizer], self.state(s), s.parameter.detach()
-        gradient = self.used_gradient(s)
+        rule, state, weight = self.rules[s.optimizer], s.state, s.parameter.detach()
+        gradient = s.used_gradient
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         if rule.linear or (self.frozen and self._has_frozen_gain(s, rule, state)):
             ones = weight.new_ones((1, 1) if rule.linear else (1, *weight.shape), dtype=dtype)
@@ -70,7 +55,7 @@ class Moves:
     @staticmethod
     def _has_frozen_gain(s: Scored, rule: UpdateRule, state: dict[str, Any]) -> bool:
         """Whether the gain before the step is usable: not of tables, output vocabularies and what never had a gradient."""
-        classes = any(site.rule.rows_are_classes(site.module, name) for site, name in s.uses)
+        classes = any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
         return not s.some_sparse and not classes and rule.without_history(state) < s.parameter.numel()
 
     def direction(self, s: Scored, raw: Tensor) -> Tensor:
@@ -78,12 +63,12 @@ class Moves:
         rule = self.rules[s.optimizer]
         if rule.elementwise:
             return raw.mul_(self.gain(s))
-        gradient = self.used_gradient(s).to(raw.dtype)
-        return rule.direction(raw, gradient, s.parameter.detach().to(raw.dtype), s.group, self.state(s))
+        gradient = s.used_gradient.to(raw.dtype)
+        return rule.direction(raw, gradient, s.parameter.detach().to(raw.dtype), s.group, s.state)
 
     def _add(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
         """Add zero · δ_∅ + data · (data's part) to ``out``, which may be the weight itself: all is computed before writing."""
-        rule, at, state = self.rules[s.optimizer], s.parameter.detach(), self.state(s)
+        rule, at, state = self.rules[s.optimizer], s.parameter.detach(), s.state
         if zero == 1.0 and data != 0.0 and out.data_ptr() == at.data_ptr() and self._travel(s, out, data):
             return
         if zero == 1.0 and data == 0.0 and out.data_ptr() == at.data_ptr() and rule.coast(out, s.group, state):
@@ -92,7 +77,7 @@ class Moves:
         if data == 0.0:
             out.add_(without, alpha=zero)
             return
-        gradient = self.used_gradient(s)
+        gradient = s.used_gradient
         if not rule.elementwise:
             whole = rule.move(gradient.to(torch.promote_types(gradient.dtype, torch.float32)), at, s.group, state)
             out.add_(without, alpha=zero - data).add_(whole, alpha=data)
@@ -114,9 +99,9 @@ class Moves:
         whole = weight.dtype in (torch.float32, torch.float64)  # a gain must not be rounded to half precision
         if self.frozen or s.parameter in self.gains or not rule.elementwise or not whole:
             return False
-        gradient = self.used_gradient(s)
+        gradient = s.used_gradient
         gain = self.buffers.named(("gain", s), weight)
-        if not rule.travel(weight, gradient, s.group, self.state(s), fraction, gain):
+        if not rule.travel(weight, gradient, s.group, s.state, fraction, gain):
             return False
         self.gains[s.parameter] = gain
         return True
@@ -126,7 +111,7 @@ class Moves:
         """Let ``shift(s, weight)`` change the weights for the time of the block; then put them back, from copies."""
         saved: list[tuple[Tensor, Tensor]] = []
         # The content comes back bit for bit, so graphs that saved these weights stay valid: do not count the writes.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(s.parameter for s in moving)):
+        with keep_version_counters([s.parameter for s in moving]):
             try:
                 with torch.no_grad():
                     for s in moving:
@@ -147,7 +132,7 @@ class Moves:
         """Hold the model at w + the decay's part of δ_∅; None where it cannot be told apart from the optimizer's memory."""
         parts = {}
         for s in moving:
-            parts[s] = self.rules[s.optimizer].zero_move(s.parameter.detach(), s.group, self.state(s))[0]
+            parts[s] = self.rules[s.optimizer].zero_move(s.parameter.detach(), s.group, s.state)[0]
             if parts[s] is None:
                 return None
         return self.shifted(moving, lambda s, weight: _add_part(weight, parts[s]))

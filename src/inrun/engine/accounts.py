@@ -1,4 +1,4 @@
-"""The books of an audited step: what the data did, what the optimizer did by itself, and the method's own error.
+"""The accounts of an audited step: what the data did, what the optimizer did by itself, and the method's own error.
 
 All but ``data`` are measured by forward passes at w, w + decay, w + δ_∅ and w', never taken as a remainder of the others:
 
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inrun.engine.moves import Moves
+from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Validation
 
 
 @dataclass(frozen=True)
 class Account:
-    """The books of one step and validation set; all in the unit of the loss, positive = the loss fell."""
+    """The account of one step and validation set; all in the unit of the loss, positive = the loss fell."""
 
     loss_before: float
     loss_after: float
@@ -61,17 +61,16 @@ class Losses:
             decay, momentum = start - shrunk, shrunk - middle
         return Account(start, end, data, spread, start - middle, momentum, decay, middle - end - data)
 
-
-def measure_zero_move(moves: Moves | None, validation: Validation, step: int, losses: Losses) -> None:
-    """Fill in the losses at w (unless known), w + decay and w + δ_∅, right before the optimizers step."""
-    if losses.before is None:
-        losses.before = validation.losses(step)
-    if moves is None:
-        return
-    moving = moves.moving()
-    with moves.at_zero_move(moving):
-        losses.after_zero_move = validation.losses(step)
-    place = moves.at_decay(moving)
-    if place is not None:
-        with place:
-            losses.after_decay = validation.losses(step)
+    def measure_zero_move(self, path: UpdatePath | None, validation: Validation, step: int) -> None:
+        """Fill in the losses at w (unless known), w + decay and w + δ_∅, right before the optimizers step."""
+        if self.before is None:
+            self.before = validation.losses(step)
+        if path is None:
+            return
+        moving = path.moving()
+        with path.at_zero_move(moving):
+            self.after_zero_move = validation.losses(step)
+        place = path.at_decay(moving)
+        if place is not None:
+            with place:
+                self.after_decay = validation.losses(step)

@@ -1,0 +1,193 @@
+"""What is put on the user's objects, and how it comes off again.
+
+Observed modules get a subclass of their own class whose ``forward`` (or, for the model and for modules without a rule, whose
+whole call, hooks and all) asks a slot first; parameters and optimizers get hooks. All of it refers to the engine weakly: a
+model is never kept alive by an accountant that was forgotten, and copies of the model (``deepcopy``, ``pickle``) are plain.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.sites import Site
+from inrun.torch_private import move_last
+
+SLOT = "_inrun_slot"
+PLAIN = "_inrun_plain"
+
+
+class Listener(Protocol):
+    """The engine, as what is attached to the user's objects sees it."""
+
+    def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of an observed module."""
+        ...
+
+    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of the model itself."""
+        ...
+
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient was accumulated."""
+        ...
+
+    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer is about to step."""
+        ...
+
+    def after_optimizer(self, index: int) -> None:
+        """An optimizer has stepped."""
+        ...
+
+
+class Slot:
+    """What an observed module holds: who it is, and a weak way to the engine."""
+
+    def __init__(self, site: weakref.ref[Site] | None, listener: weakref.ref[Any]) -> None:
+        """Refer to the engine weakly; ``site`` is None for a model that has no parameters of its own."""
+        self._site, self._listener = site, listener
+
+    def route(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to the engine; run it plainly if there is none any more, and while it is being compiled."""
+        listener, site = self._listener(), None if self._site is None else self._site()
+        if listener is None or site is None or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return listener.route(site, original, args, kwargs)
+
+    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for a call of the model itself."""
+        listener = self._listener()
+        if listener is None or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return listener.run_model(original, args, kwargs)
+
+
+class Observed:
+    """Mixed into the class of every observed module. Copies and pickles are of the module's own class, without a slot."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce as the plain module."""
+        plain = getattr(type(self), PLAIN)
+        reduced = list(super().__reduce_ex__(protocol))
+        reduced[1] = tuple(plain if x is type(self) else x for x in reduced[1])
+        if len(reduced) > 2 and isinstance(reduced[2], dict):
+            reduced[2] = {k: v for k, v in reduced[2].items() if k != SLOT}
+        return tuple(reduced)
+
+
+class ObservedForward(Observed):
+    """Modules with a rule: their ``forward`` is observed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the slot."""
+        return self.__dict__[SLOT].route(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+class ObservedCall(Observed):
+    """Modules without a rule: the whole call is observed, hooks included, since all of it runs again."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the slot."""
+        return self.__dict__[SLOT].route(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class ObservedModel(Observed):
+    """The model itself: what runs before and after its call is the engine's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the slot."""
+        return self.__dict__[SLOT].run_model(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+_classes: dict[tuple[type, ...], type] = {}
+
+
+def observed_class(cls: type[nn.Module], kinds: tuple[type[Observed], ...]) -> type[nn.Module]:
+    """Return the observed subclass of a module class, under its own name."""
+    key = (cls, *kinds)
+    if key not in _classes:
+        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, PLAIN: cls}
+        _classes[key] = type(cls.__name__, (*kinds, cls), body)
+    return _classes[key]
+
+
+class Attachment:
+    """Everything that was put on the user's objects. It refers to them, and to the engine only weakly."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], parameters: list[nn.Parameter], listener: Listener) -> None:
+        """Attach to modules and parameters."""
+        self.listener = weakref.ref(listener)
+        of_module = {site.module: site for site in sites}
+        modules = [model, *(site.module for site in sites if site.module is not model)]
+        #: Module, its site if it has one, and what is mixed into its class.
+        self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, tuple[type[Observed], ...]]] = []
+        for module in modules:
+            site = of_module.get(module)
+            kinds: tuple[type[Observed], ...] = () if site is None else (ObservedCall if site.rule.replays else ObservedForward,)
+            reference = None if site is None else weakref.ref(site)
+            self._observed.append((module, reference, (ObservedModel, *kinds) if module is model else kinds))
+        self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._gradient_hook()) for p in parameters]
+        self._step_hooks: list[tuple[torch.optim.Optimizer, Any]] = []
+        self.attach_model()
+
+    def attach_model(self) -> None:
+        """Observe the model's modules (again)."""
+        if self._swapped:
+            return
+        for module, site, kinds in self._observed:
+            self._swapped.append((module, type(module)))
+            object.__setattr__(module, SLOT, Slot(site, self.listener))
+            module.__class__ = observed_class(type(module), kinds)
+
+    def detach_model(self) -> None:
+        """Leave the model's modules as they were."""
+        for module, cls in reversed(self._swapped):
+            module.__class__ = cls
+            module.__dict__.pop(SLOT, None)
+        self._swapped = []
+
+    def attach_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Watch the optimizers' steps."""
+        listener = self.listener
+        for index, optimizer in enumerate(optimizers):
+
+            def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
+                found = listener()
+                if found is not None:
+                    found.before_optimizer(index, args, kwargs)
+
+            def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
+                found = listener()
+                if found is not None:
+                    found.after_optimizer(index)
+
+            self._step_hooks.append((optimizer, optimizer.register_step_pre_hook(before)))
+            self._handles.append(optimizer.register_step_post_hook(after))
+
+    def _gradient_hook(self) -> Callable[[Tensor], None]:
+        listener = self.listener
+
+        def hook(parameter: Tensor) -> None:
+            found = listener()
+            if found is not None:
+                found.gradient_arrived(parameter)  # type: ignore[arg-type]
+
+        return hook
+
+    def go_last(self) -> None:
+        """Put our step hooks behind those that others registered since, which may clip: ours must see what is used."""
+        for optimizer, handle in self._step_hooks:
+            move_last(optimizer, handle)
+
+    def close(self) -> None:
+        """Take everything off."""
+        self.detach_model()
+        for handle in (*self._handles, *(handle for _, handle in self._step_hooks)):
+            handle.remove()
+        self._handles, self._step_hooks = [], []

@@ -1,0 +1,1 @@
+"""What is checked while a run is scored: rows, coverage, gradients, conservation."""

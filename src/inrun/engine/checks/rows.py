@@ -1,0 +1,406 @@
+"""Whose row is it? Verified, not assumed.
+
+Σ_n g_n = G holds for any assignment of rows to samples, so no sum can tell a tensor that is sequence-first, gathered
+or partitioned from one that is batch-first. Instead the forward is run again, without gradient, with one sample's
+inputs exchanged: only that sample's rows may move at every observed module. That happens before the user's own forward,
+under the very random state that it will start from, so that a model that mixes rows now and then is seen when it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.engine.quiet import Arguments
+from inrun.engine.sites import Site
+from inrun.errors import IdsError, RowOwnershipError
+from inrun.layers import Layout, RecordedCall, unused_parameters
+from inrun.layers.trees import flatten, float_tensors, tensors_of, unflatten
+
+log = logging.getLogger("inrun")
+Pattern = tuple[Any, ...]
+#: Steps between two looks at rows that were verified before (audited steps look anyway).
+LOOK_AGAIN = 100
+
+
+def pattern_of(shape: torch.Size, n: int) -> Pattern:
+    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
+    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
+    return (kinds, len(shape) > 0 and shape[0] % n == 0)
+
+
+@dataclass
+class Entry:
+    """One observed call: the shape of its leading tensor and one fingerprint per leading row."""
+
+    #: None for an output of the model itself.
+    site: Site | None
+    shape: torch.Size
+    rows: Tensor
+    #: Which output, or which argument, of a module without a rule this is; None for the input of one with a rule.
+    output: int | None = None
+    argument: int | None = None
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """Return one number per leading row, different (almost surely) if any entry of the row differs."""
+    flat = x.detach().reshape(x.shape[0], -1).double()
+    generator = torch.Generator().manual_seed(flat.shape[1])
+    weights = torch.rand(flat.shape[1], generator=generator, dtype=torch.float64).add_(0.5).to(x.device)
+    return flat @ weights
+
+
+class Recorder:
+    """Replaces scoring while a forward is run to see which rows move."""
+
+    def __init__(self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None) -> None:
+        """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls."""
+        self.entries: list[Entry] = []
+        #: The last call of every module without a rule.
+        self.replayable: dict[Site, RecordedCall] = {}
+        self.disturb, self.row, self.expand = disturb, row, expand
+
+    def call(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module and note what it was given."""
+        if site.rule.replays:
+            return self._call_without_rule(site, original, args, kwargs)
+        lead = site.lead(args, kwargs)
+        if lead is None or lead.dim() == 0:
+            raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
+        index = len(self.entries)
+        self.entries.append(Entry(site, lead.shape, fingerprint(lead)))
+        out = original(*args, **kwargs)
+        if index == self.disturb:
+            out = out.clone()
+            out[self.row] += 1.0 + out[self.row].abs().max()
+        if self.expand is not None and index in self.expand[0]:
+            batched = lead.shape[0] == 1
+            out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
+        return out
+
+    def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note its arguments and what it returned."""
+        call = site.rule.record(site.module, args, kwargs)
+        out = original(*args, **kwargs)
+        call.note_written()
+        self.replayable[site] = call
+        for place, x in enumerate(call.leaves):
+            if isinstance(x, Tensor) and x.dim() > 0:
+                self.entries.append(Entry(site, x.shape, fingerprint(x), argument=place))
+        for index, x in enumerate(float_tensors(out)):
+            if x.dim() > 0:
+                self.entries.append(Entry(site, x.shape, fingerprint(x), output=index))
+        return out
+
+
+#: Runs the model without gradient or trace under a recorder and returns its output.
+RunRecorded = Callable[[Arguments, Recorder], Any]
+
+
+def check_batch(arguments: Arguments, n: int) -> None:
+    """Raise unless some tensor the model was called with has one row per id."""
+    sizes = [x.shape[0] for x in tensors_of(arguments) if x.dim() > 0]
+    if sizes and n not in sizes:
+        raise IdsError(
+            f"got {n} sample ids, but the model was called with tensors whose leading sizes are {sorted(set(sizes))}; "
+            "give one id per batch row (repeat an id for rows of the same sample)"
+        )
+
+
+class RowCheck:
+    """Finds and remembers the layout of every observed call; looks again now and then."""
+
+    def __init__(self, sites: list[Site], run: RunRecorded, enabled: bool) -> None:
+        """``enabled=False`` takes the user's word that the leading dimension is the sample."""
+        self.sites, self.run, self.enabled = sites, run, enabled
+        self._known: dict[tuple[Site, Pattern, int], Layout] = {}
+        self._by_shape: dict[tuple[Site, torch.Size, int], Layout] = {}
+        #: Patterns of calls of the model that were verified.
+        self._verified: set[Pattern] = set()
+        #: The step of the last look.
+        self._looked: int | None = None
+        #: Calls in the running forward whose layout was guessed, since no look had shown them.
+        self._guessed: list[tuple[Site, torch.Size, Layout]] = []
+        self._examined: set[Site] = set()
+
+    # Before and after the user's forward
+
+    def before_forward(self, arguments: Arguments, n: int, step: int, audited: bool) -> None:
+        """Verify the forward that is about to run, if its shapes are new or it is time to look again."""
+        check_batch(arguments, n)
+        self._guessed = []
+        if n == 1 or not self.enabled:
+            if not self.enabled and any(self._may_be_unused(site) for site in self.sites):
+                self._examine_unused(self._record(arguments, Recorder())[0])
+            return
+        pattern = tuple(pattern_of(x.shape, n) for x in tensors_of(arguments))
+        early = step < 4 or step & (step - 1) == 0
+        again = self._looked is None or (self._looked != step and (audited or early or step - self._looked >= LOOK_AGAIN))
+        if pattern in self._verified and not again:
+            return
+        samples = sorted({0, n // 2, n - 1}) if pattern not in self._verified else [step % n]
+        found, certain = self._examine(n, arguments, samples)
+        if certain:
+            self._learn(found)
+            self._verified.add(pattern)
+            self._looked = step
+
+    def after_forward(self, arguments: Arguments, n: int) -> None:
+        """Verify what was guessed in the forward that has just run: it went a way that no look had shown."""
+        guessed, self._guessed = self._guessed, []
+        if not guessed:
+            return
+        found, certain = self._examine(n, arguments, sorted({0, n // 2, n - 1}))
+        for site, shape, layout in guessed:
+            true = found.get((site, pattern_of(shape, n), min(n, 2)))
+            if true is None:
+                raise RowOwnershipError(
+                    f"{site.name} was called with shape {tuple(shape)}, which the same forward did not show when it was "
+                    "run again to verify the rows; its calls must depend on shapes only"
+                )
+            if true != layout and certain:
+                self._learn(found)
+                raise RowOwnershipError(
+                    f"{site.name} was called with shape {tuple(shape)} for the first time, and its rows are laid out in another way "
+                    "than it seemed; nothing was scored. The layout is known now: run this step again."
+                )
+        if certain:
+            self._learn(found)
+
+    def _learn(self, found: dict[tuple[Site, Pattern, int], Layout]) -> None:
+        changed = next((key for key, layout in found.items() if self._known.get(key, layout) != layout), None)
+        if changed is not None:
+            raise RowOwnershipError(
+                f"rows at {changed[0].name} are laid out as {found[changed]!r} now and were {self._known[changed]!r} before, with "
+                "the same shapes; rows cannot be assigned to samples"
+            )
+        self._known |= found
+
+    # Inside the user's forward
+
+    def layout(self, site: Site, shape: torch.Size, n: int) -> Layout:
+        """Return the layout of a call; where no look has shown it, a guess that is verified after the forward."""
+        if n == 1:
+            return "rows"
+        exact = (site, shape, n)
+        if exact not in self._by_shape:
+            known = self._known.get((site, pattern_of(shape, n), min(n, 2)))
+            if known is None:
+                guess = by_shape(shape, n)
+                if self.enabled:
+                    self._guessed.append((site, shape, guess))
+                return guess
+            self._by_shape[exact] = known
+        return self._by_shape[exact]
+
+    # The look itself
+
+    def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Entry]]:
+        """Run the model and return the recorder and the model's outputs."""
+        out = self.run(arguments, recorder)
+        outputs = [Entry(None, x.shape, fingerprint(x) if x.dim() else x.new_zeros(0)) for x in float_tensors(out)]
+        return recorder, outputs
+
+    def _may_be_unused(self, site: Site) -> bool:
+        return site.rule.replays and site not in self._examined and any(len(s.uses) > 1 for s in site.scored.values())
+
+    def _examine_unused(self, recorder: Recorder) -> None:
+        """Leave parameters that a module only registers, for a child to use, to that child (BERT's head bias)."""
+        for site, call in recorder.replayable.items():
+            if self._may_be_unused(site):
+                shared = [name for name, s in site.scored.items() if len(s.uses) > 1]
+                for name in unused_parameters(call, shared):
+                    site.leave_to_others(name)
+            self._examined.add(site)
+
+    def _examine(self, n: int, arguments: Arguments, samples: list[int]) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
+        """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen."""
+        if not any(x.dim() > 0 and x.shape[0] == n for x in tensors_of(arguments)):
+            given = ", ".join(type(x).__name__ for x in (*arguments[0], *arguments[1].values())) or "nothing"
+            raise RowOwnershipError(
+                f"the model was called with {given}, in which no tensor with {n} rows could be found, so that its rows cannot be "
+                "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or pass "
+                "check_rows=False to vouch that the leading dimension of every module's input is the sample."
+            )
+        recorder, outputs = self._record(arguments, Recorder())
+        base = recorder.entries
+        self._examine_unused(recorder)
+        broken = next((e for e in base if not bool(torch.isfinite(e.rows).all())), None)
+        if broken is not None:
+            name = broken.site.name if broken.site is not None and broken.site.name else "the model itself"
+            raise RowOwnershipError(
+                f"activations at {name} are not finite, so that it cannot be told which rows belong to which sample: the weights "
+                "or the inputs of this step have infinities or NaN. Begin from weights that are finite."
+            )
+        layouts: list[Layout | None] = [None] * len(base)
+        seen = False
+        for sample in samples:
+            other = exchange_sample(arguments, n, sample)
+            if other is None:
+                continue
+            seen = True
+            moved_entries = self._record(other, Recorder())[0].entries
+            if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
+                raise RowOwnershipError(
+                    "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
+                )
+            for i, (before, after) in enumerate(zip(base, moved_entries, strict=True)):
+                moved = moved_rows(before.rows, after.rows)
+                if before.argument is not None:
+                    _note_argument(before, moved)
+                else:
+                    layouts[i] = classify(before, moved, n, sample) or layouts[i]
+        if not seen:
+            log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
+        return self._gather(n, arguments, (base, outputs), layouts, seen), seen
+
+    def _gather(
+        self, n: int, arguments: Arguments, plain: tuple[list[Entry], list[Entry]], layouts: list[Layout | None], seen: bool
+    ) -> dict[tuple[Site, Pattern, int], Layout]:
+        """Decide about the calls that no sample moved, and collect all layouts."""
+        base, outputs = plain
+        known_rows = [i for i, x in enumerate(layouts) if x is not None]
+        for i, entry in enumerate(base):
+            if layouts[i] is None and entry.argument is None:
+                layouts[i] = self._constant_layout(i, entry, n, arguments, plain, known_rows, seen)
+        free = {i for i, x in enumerate(layouts) if x == "free"}
+        if free:
+            self._check_expansion(free, n, arguments, base, outputs)
+        found: dict[tuple[Site, Pattern, int], Layout] = {}
+        for entry, layout in zip(base, layouts, strict=True):
+            if layout is None:
+                continue
+            assert entry.site is not None
+            key = (entry.site, pattern_of(entry.shape, n), min(n, 2))
+            if found.setdefault(key, layout) != layout:
+                raise RowOwnershipError(f"{entry.site.name} is called with rows laid out in two ways in one forward")
+        return found
+
+    def _constant_layout(
+        self,
+        index: int,
+        entry: Entry,
+        n: int,
+        arguments: Arguments,
+        plain: tuple[list[Entry], list[Entry]],
+        known: list[int],
+        seen: bool,
+    ) -> Layout:
+        """Decide about an input that no sample moves: disturb one row of the output and see whose rows move.
+
+        Position indices of shape [t] with t = n look like one row per sample; a disturbed position moves all samples.
+        """
+        assert entry.site is not None
+        if entry.output is not None:
+            if seen:  # refused when gradient comes through it
+                entry.site.note_shared_output(entry.output)
+            return "rows"
+        if entry.shape[0] != n:
+            return "free"
+        if not seen:
+            return "rows"
+        base, outputs = plain
+        recorder, after_outputs = self._record(arguments, Recorder(disturb=index, row=0))
+        after = recorder.entries
+        pairs = [(base[i], after[i]) for i in known if i < len(after)]
+        pairs += [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.shape and b.shape[0] % n == 0]
+        moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
+        moved = [m for m in moved if bool(m.any())]
+        if not moved:
+            raise RowOwnershipError(
+                f"{entry.site.name} gets an input of shape {tuple(entry.shape)} that no sample changes, and nothing shows whether "
+                f"its {n} rows are samples; call it with another leading size than the batch, or let the model return its logits"
+            )
+        return "rows" if all(_only_block(m, n, 0) for m in moved) else "free"
+
+    def _check_expansion(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Entry]) -> None:
+        """See that giving batch-free outputs one copy per sample changes no shape elsewhere."""
+        names = ", ".join(sorted({site.name for i in free if (site := base[i].site) is not None}))
+        try:
+            recorder, after_outputs = self._record(arguments, Recorder(expand=(free, n)))
+        except Exception as error:
+            raise RowOwnershipError(_free_message(names, n) + f" (the expanded forward failed: {error})") from error
+        after = recorder.entries
+        same = len(after) == len(base) and all(
+            a.site is b.site and a.shape == b.shape and not bool(moved_rows(b.rows, a.rows).any())
+            for a, b in zip(after, base, strict=True)
+        )
+        if not same or [e.shape for e in after_outputs] != [e.shape for e in outputs]:
+            raise RowOwnershipError(_free_message(names, n))
+
+
+def _free_message(names: str, n: int) -> str:
+    return (
+        f"{names} runs once for the whole batch instead of once per sample, and its output cannot be given one copy per "
+        f"sample without changing the model; call it with inputs of leading size {n} (for example position ids [n, t])"
+    )
+
+
+def _note_argument(entry: Entry, moved: Tensor) -> None:
+    """Tell a module without a rule that one of its arguments has rows of samples."""
+    if bool(moved.any()):
+        assert entry.site is not None
+        assert entry.argument is not None
+        entry.site.rule.note_rows(entry.argument)
+
+
+def by_shape(shape: torch.Size, n: int) -> Layout:
+    """Guess the layout from the shape alone (rows not verified)."""
+    if shape[0] == n:
+        return "rows"
+    return "flat" if shape[0] % n == 0 and shape[0] > n else "free"
+
+
+def moved_rows(before: Tensor, after: Tensor) -> Tensor:
+    """Tell which rows differ beyond rounding."""
+    scale = before.abs().mean() + 1e-300
+    return (before - after).abs() > 1e-6 * (before.abs() + 1e-3 * scale)
+
+
+def _only_block(moved: Tensor, n: int, sample: int) -> bool:
+    block = moved.numel() // n
+    others = torch.cat([moved[: sample * block], moved[(sample + 1) * block :]])
+    return not bool(others.any())
+
+
+def classify(entry: Entry, moved: Tensor, n: int, sample: int) -> Layout | None:
+    """Return the layout of a call of which one sample's rows may move, None if nothing moved; raise if others did."""
+    if not bool(moved.any()):
+        return None
+    size = entry.shape[0]
+    if size % n == 0 and _only_block(moved, n, sample):
+        return "rows" if size == n else "flat"
+    assert entry.site is not None
+    module = entry.site.module
+    hint = ""
+    if getattr(module, "batch_first", True) is False:
+        hint = " It has batch_first=False: rebuild it with batch_first=True."
+    raise RowOwnershipError(
+        f"rows at {entry.site.name or 'the model itself'} ({type(module).__name__}) do not separate by sample: exchanging "
+        f"one of {n} samples moved {int(moved.sum())} of {size} leading rows of a tensor of shape {tuple(entry.shape)}. "
+        "Put the sample first (sequence-first, gathered, window-partitioned and packed tensors cannot be scored)." + hint
+    )
+
+
+def exchange_sample(arguments: Arguments, n: int, sample: int) -> Arguments | None:
+    """Return the arguments with one sample replaced by another; None if all samples are equal."""
+    leaves, structure = flatten(arguments)
+    mine = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
+    for source in (s for s in range(n) if s != sample):
+        if any(m and not torch.equal(x[sample], x[source]) for x, m in zip(leaves, mine, strict=True)):
+            swapped = [_with_row(x, sample, x[source]) if m else x for x, m in zip(leaves, mine, strict=True)]
+            return unflatten(swapped, structure)
+    flipped = [_with_row(x, sample, x[sample].flip(0)) if m and x.dim() > 1 else x for x, m in zip(leaves, mine, strict=True)]
+    changed = any(m and not torch.equal(x, y) for x, y, m in zip(leaves, flipped, mine, strict=True))
+    return unflatten(flipped, structure) if changed else None
+
+
+def _with_row(x: Tensor, row: int, value: Tensor) -> Tensor:
+    x = x.detach().clone()
+    x[row] = value
+    return x

@@ -1,0 +1,270 @@
+"""What one backward leaves behind: probes, and what arrives in them.
+
+Every number that a step needs of a backward comes out of it as the gradient of a leaf that is made here (see
+``layers.seam``). A leaf for sums is made once per parameter; a leaf for factors once per call.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.buffers import Buffers
+from inrun.engine.directions import Directions
+from inrun.engine.sites import Scored, Site
+from inrun.errors import CoverageError, DeferredMemoryError, StepError
+from inrun.layers import Ask, GradientShape, RecordedCall, Replay, nbytes_of
+from inrun.torch_private import current_backward, version_of
+
+
+@dataclass
+class Allowance:
+    """What one optimizer step keeps between backward and update, as its forwards tell it, and how much it may be."""
+
+    limit: int | None
+    method: str
+    nbytes: int = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count memory; raise before it is taken."""
+        self.nbytes += nbytes
+        if self.limit is not None and self.nbytes > self.limit:
+            raise DeferredMemoryError(
+                f'method="{self.method}" has to keep more than {self.nbytes / 1e6:,.0f} MB from the backward until the optimizer '
+                f"steps, and deferred_memory allows {self.limit / 1e6:,.0f} MB. Raise it, take fewer samples per optimizer step, "
+                'or take method="lookahead", which keeps nothing.'
+            )
+
+
+def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a probe: a leaf of zeros that takes the memory of one number."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+
+
+@dataclass
+class Waiting:
+    """Leaves of one call (or, where gradients may be added up, of all calls of a parameter) and what arrived in them."""
+
+    title: str
+    leaves: list[Tensor]
+    #: By backward: the parts, with how often each had been written to when it arrived.
+    arrived: dict[int, list[tuple[Tensor, int] | None]] = field(default_factory=dict)
+
+    def take_in(self, place: int, backward: int) -> None:
+        """Take what arrived out of its leaf, so that nothing is ever added into tensors that may be the user's."""
+        part = self.leaves[place].grad
+        assert part is not None
+        self.leaves[place].grad = None
+        self.arrived.setdefault(backward, [None] * len(self.leaves))[place] = (part, version_of(part))
+
+    def parts(self) -> list[list[Tensor | None]]:
+        """Return the parts of every backward that came by."""
+        for held in self.arrived.values():
+            if any(x is not None and version_of(x[0]) != x[1] for x in held):
+                raise StepError(
+                    f"the input or output gradient of {self.title} was overwritten between its backward and optimizer.step(), where "
+                    "its contraction had to wait; give every microbatch a tensor of its own"
+                )
+        return [[None if x is None else x[0] for x in held] for held in self.arrived.values()]
+
+    def forget(self) -> None:
+        """Free what arrived."""
+        self.arrived = {}
+        for x in self.leaves:
+            x.grad = None
+
+
+class Kept(Waiting):
+    """Gradients of one parameter that wait for a direction."""
+
+    def __init__(self, scored: Scored, site: Site, constants: Any, kind: type[GradientShape], leaves: list[Tensor]) -> None:
+        """``kind`` is the shape they are kept in, ``leaves`` its parts'."""
+        super().__init__(f"a {type(site.module).__name__}", leaves)
+        self.scored, self.rule, self.constants, self.kind = scored, site.rule, constants, kind
+
+    def shapes(self) -> list[GradientShape]:
+        """Return the gradients, one shape per backward."""
+        whole = [tuple(x for x in parts if x is not None) for parts in self.parts()]
+        return [self.rule.restore(self.constants, self.kind, parts) for parts in whole if len(parts) == len(self.leaves)]
+
+
+class Replayed(Waiting):
+    """A call of a module without a rule: it runs again when its output gradients are in."""
+
+    def __init__(self, site: Site, call: RecordedCall, leaves: list[Tensor]) -> None:
+        """``leaves`` are one per floating-point output."""
+        super().__init__(f"a {type(site.module).__name__}", leaves)
+        self.site, self.call = site, call
+
+    def check_rows(self, n: int) -> None:
+        """Raise if gradient came through an output that has no row per sample."""
+        for held in self.arrived.values():
+            for index, x in enumerate(held):
+                if x is not None and not self.site.has_rows(index, x[0].shape, n):
+                    names = ", ".join(s.name for s in self.site.scored.values())
+                    raise CoverageError(
+                        f"{names} cannot be scored: {self.site.title} has no rule, and gradient flows through its output of shape "
+                        f"{tuple(x[0].shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and take the "
+                        "loss outside, or move the parameter into a small module of its own."
+                    )
+
+    def shapes(self, name: str, n: int, quietly: Callable[[], AbstractContextManager[None]]) -> list[GradientShape]:
+        """Return the gradients of one parameter, one shape per backward."""
+        return [Replay(self.call, name, parts, n, quietly) for parts in self.parts()]
+
+
+class Microbatch:
+    """The probes of one forward and backward, and what came of them."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        directions: Directions,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers,
+        allowance: Allowance,
+        in_step: Callable[[], bool],
+    ) -> None:
+        """``columns`` is the number of directions; ``in_step`` tells whether any step is open."""
+        self.ids, self.directions, self.columns, self.dtype, self.device = ids, directions, columns, dtype, device
+        self.buffers, self.allowance, self.in_step = buffers, allowance, in_step
+        #: Its step has ended: gradient that still flows through it can be scored no more.
+        self.over = False
+        #: ⟨g_n, v⟩ arrives here: by parameter, ``[n, k]``, or ``[n, k, p]`` where the rows of the parameter stay apart.
+        self.sums: dict[Scored, Tensor] = {}
+        self.row_sums: dict[Scored, Tensor] = {}
+        self.kept: list[Kept] = []
+        self.replays: list[Replayed] = []
+        #: Gradient that flowed past every rule, in a backward of a backward.
+        self.past = torch.zeros((), requires_grad=True)
+        #: Backwards in which something of a parameter arrived.
+        self.backwards: dict[nn.Parameter, set[int]] = {}
+        #: Parameters whose gradient came through tensors of less than single precision.
+        self.coarse: dict[nn.Parameter, torch.dtype] = {}
+        self._formed: dict[tuple[Scored, tuple[int, ...], torch.dtype], Kept] = {}
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows."""
+        return self.ids.numel()
+
+    # Leaves
+
+    def _watched(self, made: Tensor, scored: tuple[Scored, ...], waiting: Waiting | None = None, place: int = 0) -> Tensor:
+        hook = functools.partial(_arrive, weakref.ref(self), self.in_step, scored, waiting, place)
+        made.register_post_accumulate_grad_hook(hook)
+        return made
+
+    def _sum_leaf(self, s: Scored, by_rows: bool) -> Tensor:
+        leaves = self.row_sums if by_rows else self.sums
+        if s not in leaves:
+            shape = (self.n, self.columns, s.parameter.shape[0]) if by_rows else (self.n, self.columns)
+            leaves[s] = self._watched(leaf(shape, self.dtype, self.device), (s,))
+        return leaves[s]
+
+    def ask(
+        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor]]:
+        """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed."""
+        asks: list[Ask] = []
+        directions: list[Tensor] = []
+        probes: list[Tensor] = []
+        buffers: dict[str, Tensor] = {}
+        for name, s in site.scored.items():
+            if self.directions.is_zero(s):
+                continue
+            if dtype.itemsize < 4:
+                self.coarse[s.parameter] = dtype
+            direction = self.directions.stream(s, site.rule.sparse)
+            if direction is not None:
+                by_rows = self.directions.by_rows(s) and site.rule.rows_are_classes(name, s.parameter)
+                asks.append(Ask(name, by_rows))
+                directions.append(direction.v)
+                probes.append(self._sum_leaf(s, by_rows))
+                continue
+            kind, parts = site.rule.kept_as(name, s.parameter, inputs, dtype, self.n)
+            key = (s, *parts[0])
+            if kind.summable and key in self._formed:
+                leaves = self._formed[key].leaves
+            else:
+                self.allowance.take(nbytes_of(parts))
+                leaves = [leaf(*part, self.device) for part in parts]
+                waiting = Kept(s, site, constants, kind, leaves)
+                for place, x in enumerate(leaves):
+                    self._watched(x, (s,), waiting, place)
+                self.kept.append(waiting)
+                if kind.summable:
+                    self._formed[key] = waiting
+                    buffers[name] = self.buffers.next(s, *parts[0], self.device)
+            asks.append(Ask(name, kept_as=kind, probes=len(leaves)))
+            probes += leaves
+        return tuple(asks), [*directions, *probes], buffers
+
+    def ask_outputs(self, site: Site, call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
+        """Return one probe per output of a module that will run again."""
+        self.allowance.take(sum(x.nbytes for x in outputs))
+        leaves = [leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
+        waiting = Replayed(site, call, leaves)
+        for place, x in enumerate(leaves):
+            self._watched(x, tuple(site.scored.values()), waiting, place)
+        self.replays.append(waiting)
+        return leaves
+
+    def arrive(self, scored: tuple[Scored, ...], backward: int) -> None:
+        """Note that something of these parameters arrived in a backward."""
+        for s in scored:
+            self.backwards.setdefault(s.parameter, set()).add(backward)
+
+    # What came of them
+
+    def flowed_past(self) -> bool:
+        """Whether gradient flowed past the rules, through a backward that was itself differentiated."""
+        return self.past.grad is not None and float(self.past.grad) != 0.0
+
+    def check_outputs(self) -> None:
+        """Raise if gradient came through an output, of a module that runs again, that has no row per sample."""
+        for replayed in self.replays:
+            replayed.check_rows(self.n)
+
+    def release(self) -> None:
+        """Free everything; leaves that graphs still hold take no memory to speak of."""
+        self.over = True
+        for waiting in (*self.kept, *self.replays):
+            waiting.forget()
+        for x in (*self.sums.values(), *self.row_sums.values(), self.past):
+            x.grad = None
+        self.sums, self.row_sums, self.kept, self.replays, self._formed = {}, {}, [], [], {}
+
+
+def _arrive(
+    owner: weakref.ref[Microbatch],
+    in_step: Callable[[], bool],
+    scored: tuple[Scored, ...],
+    waiting: Waiting | None,
+    place: int,
+    probe: Tensor,
+) -> None:
+    """Note the gradient of a probe, right after it arrived."""
+    micro = owner()
+    if micro is None or micro.over:
+        probe.grad = None
+        if in_step():
+            names = ", ".join(s.name for s in scored)
+            raise StepError(
+                f"gradient flows through a use of {names} that was made in an earlier step; its samples would not be "
+                "scored. Run forward and backward inside the same step."
+            )
+        return
+    backward = current_backward()
+    micro.arrive(scored, backward)
+    if waiting is not None:
+        waiting.take_in(place, backward)

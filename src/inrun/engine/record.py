@@ -1,0 +1,144 @@
+"""From the columns of a finished step to what users and the ledger see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.engine.accounts import Account, Losses
+from inrun.engine.fold import standard_error
+from inrun.engine.validation import Column
+from inrun.ledger import StepRecord
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step gave."""
+
+    step: int
+    sample_ids: Tensor
+    #: Per validation set: ``[n]``, or ``[n, m]`` for a callable that returns m losses; with folds their mean.
+    contributions: dict[str, Tensor]
+    #: With folds, the standard error of each contribution, ``[n]``.
+    standard_errors: dict[str, Tensor]
+    #: Per validation set; None on steps that were not audited.
+    accounts: dict[str, Account | None]
+    #: Validation losses where the method took their gradients (``first``: at the weights before the step).
+    losses: dict[str, float]
+    #: Why the step was not scored, or None.
+    skipped: str | None
+    #: The learning rate of each optimizer's first group (None where it has none), and the factor between its backward and its
+    #: step (clipping, loss scaling).
+    lr: tuple[float | None, ...]
+    clip: tuple[float, ...]
+    audited: bool
+    #: Bytes kept from the backward until the optimizer's step.
+    kept_bytes: int
+    #: The same, as told from shapes before the backward.
+    expected_bytes: int
+    #: Entries that scored 0 because the optimizer had no history of them (counted in early and audited steps).
+    zero_gains: int
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """What a step hands over when it is done."""
+
+    step: int
+    sample_ids: Tensor
+    columns: list[Column]
+    #: ``[n, k]``, one column per validation set, point or fold.
+    contributions: Tensor
+    #: Where the method took its gradients, ``[k]``; None if it never did.
+    losses: Tensor | None
+    #: At places of the step, as far as they were measured.
+    places: Losses
+    skipped: str | None
+    lr: tuple[float | None, ...]
+    clip: tuple[float, ...]
+    audited: bool
+    kept_bytes: int
+    expected_bytes: int
+    zero_gains: int
+
+    def by_set(self) -> dict[str, list[int]]:
+        """Return the places of the columns of every validation set."""
+        found: dict[str, list[int]] = {}
+        for j, column in enumerate(self.columns):
+            found.setdefault(column.name, []).append(j)
+        return found
+
+    def result(self) -> StepResult:
+        """Sort the columns into validation sets."""
+        contributions = torch.zeros_like(self.contributions) if self.skipped else self.contributions
+        values, errors, losses = {}, {}, {}
+        accounts: dict[str, Account | None] = {}
+        for name, js in self.by_set().items():
+            part = contributions[:, js]
+            first = self.columns[js[0]]
+            if first.is_fold:
+                values[name], errors[name] = part.mean(1), standard_error(part).to(part.dtype)
+            else:
+                values[name] = part if first.point is not None else part[:, 0]
+            summed = part.double().mean(1)
+            accounts[name] = self.places.account(js, float(summed.sum()), float(summed.abs().sum()))
+            losses[name] = float("nan") if self.losses is None else float(self.losses[js].mean())
+        return StepResult(
+            step=self.step,
+            sample_ids=self.sample_ids,
+            contributions=values,
+            standard_errors=errors,
+            accounts=accounts,
+            losses=losses,
+            skipped=self.skipped,
+            lr=self.lr,
+            clip=self.clip,
+            audited=self.audited,
+            kept_bytes=self.kept_bytes,
+            expected_bytes=self.expected_bytes,
+            zero_gains=self.zero_gains,
+        )
+
+    def record(self) -> StepRecord:
+        """Return the rows of the ledger: one column per validation set, point or fold."""
+        host = self.contributions.detach().to("cpu", torch.float32)
+        rows: list[dict[str, Any]] = []
+        spreads = self._spreads()
+        for j, column in enumerate(self.columns):
+            part = self.contributions[:, j].double()
+            account = None if self.skipped else self.places.account([j], float(part.sum()), float(part.abs().sum()))
+            rows.append(
+                {
+                    "step": self.step,
+                    "validation": column.label,
+                    "loss_before": None if self.places.before is None else float(self.places.before[j]),
+                    "loss_after": None if account is None else account.loss_after,
+                    "data": None if self.skipped else float(part.sum()),
+                    "spread": None if self.skipped else spreads[j],
+                    "optimizer": None if account is None else account.optimizer,
+                    "momentum": None if account is None else account.momentum,
+                    "decay": None if account is None else account.decay,
+                    "residual": None if account is None else account.residual,
+                    "lr": self.lr[0],
+                    "clip": self.clip[0],
+                    "n_samples": len(self.sample_ids),
+                    "skipped": self.skipped,
+                }
+            )
+        values = {} if self.skipped else {c.label: host[:, j].numpy().copy() for j, c in enumerate(self.columns)}
+        return StepRecord(self.step, self.sample_ids.numpy(), values, rows)
+
+    def _spreads(self) -> list[float]:
+        """Return Σ|c_n| per column; of folds that of their mean, since it is the set's residual that is compared with it."""
+        groups: dict[str, list[int]] = {}
+        for j, column in enumerate(self.columns):
+            groups.setdefault(column.name if column.is_fold else column.label, []).append(j)
+        found = [0.0] * len(self.columns)
+        for js in groups.values():
+            spread = float(self.contributions[:, js].double().mean(1).abs().sum())
+            for j in js:
+                found[j] = spread
+        return found

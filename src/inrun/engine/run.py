@@ -1,0 +1,192 @@
+"""What lasts over the steps of a run: where it is, what it reuses, and whether a step is open.
+
+It is also the listener of everything that is attached to the user's objects (see ``attach``): calls, gradients and optimizer
+steps come in here and go to the capture or to the step that is open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from inrun.engine.audits import Schedule
+from inrun.engine.buffers import Buffers
+from inrun.engine.capture import Capture
+from inrun.engine.directions import History, Timing
+from inrun.engine.look import StepLook
+from inrun.engine.record import StepResult
+from inrun.engine.setup import Setup
+from inrun.engine.sites import Scored, Site
+from inrun.engine.validation import Gradients
+from inrun.errors import StepError
+
+log = logging.getLogger("inrun")
+#: Bytes of kept gradients from which on their size is said without being asked.
+WORTH_SAYING = 10_000_000
+
+
+class OpenStep:
+    """What a run knows of the step that is open (``Step`` implements it)."""
+
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient was accumulated."""
+        raise NotImplementedError
+
+    def before_optimizer(self, index: int) -> None:
+        """An optimizer is about to step."""
+        raise NotImplementedError
+
+    def after_optimizer(self, index: int) -> None:
+        """An optimizer has stepped."""
+        raise NotImplementedError
+
+    def expected_bytes(self) -> tuple[int, int]:
+        """Return what the step keeps until the optimizer steps, as its forwards tell, and for how many rows."""
+        raise NotImplementedError
+
+
+class Run:
+    """The state of a run between steps."""
+
+    def __init__(self, setup: Setup, audits: Schedule) -> None:
+        """Begin at step 0."""
+        self.setup, self.audits = setup, audits
+        self.capture = Capture(setup.model, setup.sites, setup.form, setup.check_rows)
+        self.buffers = Buffers()
+        self.history = History()
+        #: Steps that were recorded; the number of the next one.
+        self.steps_done = 0
+        self.last: StepResult | None = None
+        #: Parameters that moved in the last step; None before the first.
+        self.moved: list[Scored] | None = None
+        self.hessian_checked = False
+        self.open_step: OpenStep | None = None
+        self._reused: tuple[Gradients, int] | None = None
+        self._told_memory = self._warned_outside = self._suspended = False
+
+    # Verbs of a step
+
+    def open(self, step: OpenStep) -> None:
+        """Let a step begin; one at a time."""
+        if self.open_step is not None:
+            raise StepError("a step is already open; steps cannot be nested, leave the first one before the next")
+        self.setup.check_unchanged()
+        self.open_step = step
+        self.audits.begin()
+        self.buffers.begin_step()
+
+    def close(self, step: OpenStep) -> None:
+        """The step is over, recorded or not."""
+        if self.open_step is step:
+            self.open_step = None
+        self.capture.rest()
+
+    def in_step(self) -> bool:
+        """Whether a step is open."""
+        return self.open_step is not None
+
+    def gradients_before(self, look: StepLook) -> tuple[Gradients, bool]:
+        """Return the validation gradients that are known before the backward, and whether they are this step's own."""
+        if self._reused is None or self.steps_done % self.setup.refresh == 0:
+            self._reused = None  # free the old ones first
+            self._reused = (self.setup.method.before(look), self.steps_done)
+        found, since = self._reused
+        if self.setup.refresh == 1:
+            self._reused = None
+        return found, since == self.steps_done
+
+    def finish(self, result: StepResult, moved: list[Scored] | None, hessian_checked: bool) -> None:
+        """Take a recorded step into account and go on to the next."""
+        self.last, self.moved, self.hessian_checked = result, moved, hessian_checked
+        self.audits.finish(self.steps_done, result.audited)
+        self.steps_done += 1
+
+    def seek(self, step: int, afresh: bool = True) -> None:
+        """Go on from another step; ``afresh`` takes new validation gradients there and may audit it."""
+        if self.open_step is not None:
+            raise StepError("a step is open; leave it first")
+        self.steps_done = step
+        if afresh:
+            self._reused = None
+            self.audits.replan(step)
+
+    def hush(self) -> None:
+        """Do not say what waiting gradients keep."""
+        self._told_memory = True
+
+    def suspend(self, suspended: bool) -> None:
+        """Say nothing of optimizer steps while another accountant has the model."""
+        self._suspended = suspended
+
+    # State for a resumed run
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return step, phase of audits and what moved, as plain data."""
+        return {
+            "step": self.steps_done,
+            "audit": self.audits.state_dict(),
+            "moved": None if self.moved is None else [s.name for s in self.moved],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.seek(int(state["step"]))
+        moved = state.get("moved")
+        self.moved = None if moved is None else [s for s in self.setup.scored if s.name in set(moved)]
+        self.audits.load_state_dict(state["audit"])
+
+    # What the user's objects say
+
+    def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of an observed module."""
+        return self.capture.route(site, original, args, kwargs)
+
+    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of the model; say once, after the first and before any of it is taken, what waiting gradients keep."""
+        out, observed = self.capture.run_model(original, args, kwargs)
+        if observed and not self._told_memory and self.open_step is not None:
+            self._told_memory = True
+            self._tell_memory(*self.open_step.expected_bytes())
+        return out
+
+    def _tell_memory(self, nbytes: int, rows: int) -> None:
+        limit = self.setup.deferred_memory
+        if self.setup.timing is Timing.BEFORE or (nbytes < WORTH_SAYING and limit is None):
+            return
+        of_model = sum(s.parameter.nbytes for s in self.setup.scored)
+        log.warning(
+            "inrun: %s+%s keeps %.0f MB for %d rows from the backward until the optimizer steps, and about %.0f MB for weights "
+            "and gains; rows of further microbatches of a step add up (limit: %s)",
+            self.setup.method.name,
+            self.setup.update,
+            nbytes / 1e6,
+            rows,
+            3 * of_model / 1e6,
+            "none" if limit is None else f"{limit / 1e6:,.0f} MB",
+        )
+
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+        """A parameter's gradient was accumulated."""
+        if self.open_step is not None:
+            self.open_step.gradient_arrived(parameter)
+
+    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An optimizer is about to step."""
+        if self.open_step is None:
+            if not self._warned_outside and not self._suspended:
+                log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
+                self._warned_outside = True
+            return
+        # torch hands over the arguments of the unbound step: the optimizer itself comes first.
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            raise StepError("optimizer.step(closure) runs the model several times per step and cannot be scored")
+        self.open_step.before_optimizer(index)
+
+    def after_optimizer(self, index: int) -> None:
+        """An optimizer has stepped."""
+        if self.open_step is not None:
+            self.open_step.after_optimizer(index)

@@ -1,0 +1,247 @@
+"""From what arrived in the probes to contributions: c_n = factor · Σ_parameters ⟨g_n, v⟩, when the optimizers step.
+
+What was contracted inside the backward only needs its scale, its learning rate and the clip factor. What was kept is contracted
+now, one parameter after the other, so that each direction is made once. On checked steps both sides of every sum are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, check_balances, inner
+from inrun.engine.directions import Directions
+from inrun.engine.factors import Factors
+from inrun.engine.microbatch import Microbatch, Replayed
+from inrun.engine.setup import Setup
+from inrun.engine.sites import Scored
+from inrun.errors import StepError
+from inrun.layers import GradientShape
+
+
+class Settlement:
+    """The contributions of one step, as its optimizers step one after the other."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        directions: Directions,
+        factors: Factors,
+        step: int,
+        quietly: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """``quietly`` makes a context in which modules that run again are not observed."""
+        self.setup, self.directions, self.factors, self.step, self.quietly = setup, directions, factors, step, quietly
+        #: Optimizers whose parameters are settled.
+        self.settled: set[int] = set()
+        self.kept_bytes = 0
+        #: Per microbatch, ``[n, k]``.
+        self._totals: dict[Microbatch, Tensor] = {}
+        #: Modules without a rule that were contracted at the end of their microbatch, ``[n, k]`` before any factor.
+        self._replayed: dict[Microbatch, dict[Scored, Tensor]] = {}
+        self._balances: dict[nn.Parameter, Balance] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether some optimizer has stepped or is about to."""
+        return bool(self.settled)
+
+    def has(self, optimizer: int) -> bool:
+        """Whether an optimizer's parameters are settled."""
+        return optimizer in self.settled
+
+    def hold_back(self, optimizer: int) -> None:
+        """The scaler lets nothing step: there is nothing to settle."""
+        self.settled.add(optimizer)
+
+    def begin(self, microbatches: list[Microbatch], columns: int) -> None:
+        """The number of columns is known now."""
+        self._totals = {m: torch.zeros(m.n, columns, dtype=m.dtype, device=m.device) for m in microbatches}
+
+    def contributions(self, microbatches: list[Microbatch], columns: int) -> Tensor:
+        """Return all rows of the step, ``[n, k]``; zeros where no optimizer stepped."""
+        zeros = [torch.zeros(m.n, columns, dtype=m.dtype, device=m.device) for m in microbatches]
+        return torch.cat([self._totals.get(m, z) for m, z in zip(microbatches, zeros, strict=True)])
+
+    # Modules without a rule
+
+    @torch.no_grad()
+    def contract_replays(self, micro: Microbatch) -> None:
+        """At the end of a microbatch: contract what streams and must run again, and let go of its inputs."""
+        for replayed in micro.replays:
+            waits = []
+            for name, s in replayed.site.scored.items():
+                direction = self.directions.stream(s, sparse=False)
+                if direction is not None:
+                    self._book_replay(micro, s, replayed.shapes(name, micro.n, self.quietly), direction.v)
+                elif not self.directions.is_zero(s):
+                    waits.append(name)
+            if not waits:
+                replayed.forget()
+
+    def _book_replay(self, micro: Microbatch, s: Scored, shapes: list[GradientShape], v: Tensor) -> None:
+        booked = self._replayed.setdefault(micro, {})
+        for shape in shapes:
+            c = shape.contract(v).to(micro.dtype)
+            booked[s] = booked[s] + c if s in booked else c
+
+    def _check_replay(self, replayed: Replayed) -> None:
+        """Raise if a module that must run again has weights of an optimizer that has stepped (fused ones count no writes)."""
+        own = set(replayed.site.module.parameters())
+        if any(s.optimizer in self.settled and s.parameter in own for s in self.setup.scored):
+            raise StepError(
+                f"{type(replayed.site.module).__name__} has no rule and must run again, but an optimizer that has stepped already "
+                "moved some of its weights; give all its parameters to one optimizer"
+            )
+
+    # One optimizer
+
+    def settle(self, optimizer: int, microbatches: list[Microbatch], checked: bool, finite: bool) -> float:
+        """Finish the contributions of one optimizer's parameters.
+
+        Args:
+            optimizer: Which one.
+            microbatches: Of the step.
+            checked: Compare the sums with the gradients.
+            finite: Whether losses are finite; if not, nothing is compared.
+
+        Returns:
+            Seconds that only the comparison took.
+        """
+        factor = self.factors.settle(optimizer, others_have_stepped=self.begun)
+        mine = [s for s in self.setup.scored if s.optimizer == optimizer]
+        for micro in microbatches:
+            if any(replayed.arrived for replayed in micro.replays):
+                self.contract_replays(micro)
+        for micro in microbatches:
+            self._add_streamed(micro, mine, factor)
+        spent = self._settle_kept(optimizer, microbatches, factor, checked)
+        self.settled.add(optimizer)
+        if checked and finite:
+            began = time.perf_counter()
+            self._balance_streamed(mine, microbatches, factor)
+            self._check(mine, microbatches)
+            spent += time.perf_counter() - began
+        return spent
+
+    def _add_streamed(self, micro: Microbatch, mine: list[Scored], factor: float) -> None:
+        """Add up what was contracted inside the backward: each parameter with its scale and learning rate."""
+        total = self._totals[micro]
+        parts: list[Tensor] = []
+        scales: list[float] = []
+        for s in mine:
+            direction = self.directions.streaming.get(s.parameter)
+            if direction is None:
+                continue
+            rate = direction.scale * factor * float(s.group["lr"])
+            booked = self._replayed.get(micro, {}).get(s)
+            summed = micro.sums.get(s)
+            for c in (booked, None if summed is None else summed.grad):
+                if c is not None:
+                    parts.append(c)
+                    scales.append(rate)
+            by_rows = micro.row_sums.get(s)
+            if by_rows is not None and by_rows.grad is not None:
+                # The row factors hold the learning rate.
+                weighed = by_rows.grad @ self.directions.row_factors(s).to(by_rows.dtype)
+                parts.append(weighed)
+                scales.append(direction.scale * factor)
+        if parts:
+            weights = torch.tensor(scales, dtype=total.dtype, device=total.device)
+            total += torch.einsum("pnk,p->nk", torch.stack(parts), weights)
+
+    def _settle_kept(self, optimizer: int, microbatches: list[Microbatch], factor: float, checked: bool) -> float:
+        """Contract what was kept, one parameter after the other so that each direction is made once."""
+        waiting: dict[Scored, list[tuple[Microbatch, GradientShape]]] = {}
+        for micro in microbatches:
+            for kept in micro.kept:
+                if kept.scored.optimizer == optimizer:
+                    waiting.setdefault(kept.scored, []).extend((micro, shape) for shape in kept.shapes())
+            for replayed in micro.replays:
+                mine = [(n, s) for n, s in replayed.site.scored.items() if s.optimizer == optimizer and replayed.arrived]
+                mine = [(n, s) for n, s in mine if self.directions.stream(s, sparse=False) is None]
+                if mine:
+                    self._check_replay(replayed)
+                for name, s in mine:
+                    waiting.setdefault(s, []).extend((micro, x) for x in replayed.shapes(name, micro.n, self.quietly))
+        spent = 0.0
+        for s, held in waiting.items():
+            if not held:  # its calls took no part in any backward
+                continue
+            shapes = [shape for _, shape in held]
+            self.kept_bytes += sum(shape.nbytes for shape in shapes)
+            rows = _joint_rows(shapes) if self.directions.rules[s.optimizer].elementwise else None
+            v = self.directions.deferred(s, rows)
+            if v is None:
+                continue
+            turned = v
+            if self.factors.reworked(optimizer):
+                total = torch.stack([shape.total() for shape in shapes]).sum(0)
+                ratio = self.factors.rework(s, total, self.step)
+                turned = v * (ratio if rows is None else ratio[rows])
+            contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+            for micro, shape in held:
+                c = shape.contract(turned) if rows is None else shape.contract_touched(rows, turned)
+                self._totals[micro].add_(c.to(micro.dtype), alpha=factor)
+                contributed += c.double().sum(0)
+            if checked:
+                began = time.perf_counter()
+                self._balance_kept(s, shapes, rows, v, contributed, factor)
+                spent += time.perf_counter() - began
+        return spent
+
+    # Conservation
+
+    def _balance_kept(
+        self, s: Scored, shapes: list[GradientShape], rows: Tensor | None, v: Tensor, contributed: Tensor, factor: float
+    ) -> None:
+        streamed = self.directions.streaming.get(s.parameter)
+        if streamed is not None:
+            # Other uses of this weight streamed: contract the kept ones with that direction too, then all must add up.
+            total = torch.stack([shape.contract(streamed.v).double().sum(0) for shape in shapes]).sum(0)
+            self._balances[s.parameter] = Balance(s, total, torch.zeros_like(total), torch.zeros_like(total))
+            return
+        gradient = s.used_gradient
+        expected, scale = inner(gradient if rows is None else gradient[rows], v)
+        self._balances[s.parameter] = Balance(s, contributed * factor, expected, scale)
+
+    def _balance_streamed(self, mine: list[Scored], microbatches: list[Microbatch], factor: float) -> None:
+        for s in mine:
+            direction = self.directions.streaming.get(s.parameter)
+            if direction is None or s.parameter.grad is None:
+                continue
+            sums = []
+            for m in microbatches:
+                if s in m.sums and (c := m.sums[s].grad) is not None:
+                    sums.append(c.double().sum(0))
+                if s in m.row_sums and (c := m.row_sums[s].grad) is not None:
+                    sums.append(c.double().sum((0, 2)))
+                if s in (booked := self._replayed.get(m, {})):
+                    sums.append(booked[s].double().sum(0))
+            if s.parameter in self._balances:
+                sums.append(self._balances[s.parameter].contributed)
+            if sums:
+                expected, scale = inner(s.used_gradient, direction.v)
+                self._balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
+
+    def _check(self, mine: list[Scored], microbatches: list[Microbatch]) -> None:
+        seen = self.factors.watch.seen
+        norms = [seen[s.parameter].norm for s in mine if s.parameter in seen]
+        if not bool(torch.isfinite(torch.stack(norms)).all()):
+            return
+        coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
+        causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
+        check_balances(list(self._balances.values()), sum(m.n for m in microbatches), self.step, coarse, causes)
+
+
+def _joint_rows(shapes: list[GradientShape]) -> Tensor | None:
+    """Return the rows of a parameter that any of the gradients may touch, or None for all."""
+    rows = [shape.touched() for shape in shapes]
+    some = [r for r in rows if r is not None]
+    if len(some) < len(rows):
+        return None
+    return some[0] if len(some) == 1 else torch.unique(torch.cat(some))

@@ -1,0 +1,233 @@
+"""What is fixed for a run: the model, its parameters and modules, the method, and how updates are described."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from inrun.engine.checks.coverage import Coverage, CoverageRow
+from inrun.engine.directions import Timing
+from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
+from inrun.engine.validation import Loss, Validation
+from inrun.errors import ConfigurationError, CoverageError, OptimizerError
+from inrun.methods import Method, find_method, resolve_update
+from inrun.optimizers import UpdateRule, find_update, plain
+from inrun.torch_private import buffers_written_silently, is_compiled
+
+log = logging.getLogger("inrun")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a run that does not change while it runs."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    scored: list[Scored]
+    sites: list[Site]
+    #: Parameters in the optimizers that are not part of the model.
+    foreign: frozenset[nn.Parameter]
+    validation: Validation
+    method: Method
+    update: str
+    #: One per optimizer: how samples' shares are made, and (None where unknown) what it really does.
+    rules: list[UpdateRule]
+    real_rules: list[UpdateRule] | None
+    timing: Timing
+    refresh: int
+    deferred_memory: int | None
+    form: str
+    check_rows: bool
+    groups: int
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the probes."""
+        return self.scored[0].parameter.device
+
+    @property
+    def probe_dtype(self) -> torch.dtype:
+        """Return the dtype that contributions are added up in."""
+        double = any(s.parameter.dtype == torch.float64 for s in self.scored)
+        return torch.float64 if double else torch.float32
+
+    @property
+    def frozen(self) -> bool:
+        """Whether gains are those before the step, where there are any."""
+        return self.update == "frozen"
+
+    def check_unchanged(self) -> None:
+        """Raise if the optimizers gained groups, or parameters were frozen or unfrozen."""
+        if sum(len(o.param_groups) for o in self.optimizers) != self.groups:
+            raise OptimizerError("a parameter group was added after the Accountant was made; make a new one")
+        trainable = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        known = {s.parameter for s in self.scored} | self.foreign
+        if trainable != known:
+            names = {p: n for n, p in self.model.named_parameters()}
+            changed = ", ".join(sorted(names.get(p, "?") for p in trainable ^ known))
+            raise CoverageError(f"{changed} was frozen or unfrozen after the Accountant was made; make a new one")
+
+    def coverage(self) -> Coverage:
+        """Return which parameter is scored by which rule and form."""
+        rows = []
+        for s in self.scored:
+            for site, _ in s.uses:
+                waits = self.timing.waits_at(self.rules[s.optimizer], site.rule.sparse)
+                timing = "deferred" if waits else "streaming"
+                rows.append(CoverageRow(s.name, site.name, site.rule.label, site.form, timing, s.parameter.numel()))
+        moved = {s.parameter for s in self.scored}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p not in moved:
+                rows.append(CoverageRow(name, name.rpartition(".")[0], "in no optimizer", "", "unmoved", p.numel()))
+        return Coverage(tuple(rows))
+
+    def about(self) -> dict[str, Any]:
+        """Return what ``run.json`` says of the run."""
+        return {
+            "method": self.method.name,
+            "update": self.update,
+            "validation": self.validation.names,
+            "optimizers": [type(o).__name__ for o in self.optimizers],
+            "model": type(self.model).__name__,
+            "parameters": sum(s.parameter.numel() for s in self.scored),
+        }
+
+    def warn(self) -> None:
+        """Say once what the user should know before training."""
+        if self.foreign:
+            log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self.foreign))
+        slow = [site.title for site in self.sites if site.rule.replays]
+        if slow:
+            log.warning("inrun: no rule for %s; each runs its forward once more per backward (see coverage)", ", ".join(slow))
+        coupled = [n for n, m in self.model.named_modules() if buffers_written_silently(m)]
+        if coupled:
+            log.warning(
+                "inrun: batch norm in training mode (%s) couples the rows of a batch: a sample's contribution is what flows "
+                "through its own rows, and its effect on the others' statistics is not told apart. Ways out: eval mode, "
+                "GroupNorm.",
+                ", ".join(coupled),
+            )
+
+
+def make_setup(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    validation: Loss | Mapping[str, Loss],
+    *,
+    method: str,
+    update: str,
+    refresh: int,
+    bitwise: bool,
+    form: str,
+    validation_mode: str,
+    check_rows: bool,
+    quadrature: str | None,
+    hessian: str,
+    deferred_memory: int | str | None,
+) -> Setup:
+    """Check the arguments of an accountant and find out everything that is fixed for the run."""
+    check_model(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    _check_optimizers(optimizers)
+    check_count("refresh", refresh, 1)
+    chosen = find_method(method, quadrature=quadrature, hessian=None if hessian == "double" else hessian)
+    resolved = resolve_update(update, chosen)
+    rules = [plain if resolved == "sgd" else find_update(o) for o in optimizers]
+    if refresh > 1 and chosen.deferred:
+        raise ConfigurationError(f'refresh={refresh} reuses validation gradients; method="{method}" takes its own at every move')
+    if form not in ("auto", "shared", "project"):
+        raise ConfigurationError(f"form is {form!r}; accepted are auto, shared and project")
+    if bitwise and form == "shared":
+        raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
+    sets = Validation(model, validation, validation_mode)
+    by_parameter = scored_parameters(model, optimizers)
+    in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+    return Setup(
+        model=model,
+        optimizers=optimizers,
+        scored=list(by_parameter.values()),
+        sites=find_sites(model, by_parameter),
+        foreign=frozenset(in_groups - set(by_parameter)),
+        validation=sets,
+        method=chosen,
+        update=resolved,
+        rules=rules,
+        real_rules=_real_rules(optimizers) if resolved == "sgd" else rules,
+        timing=Timing.AT_STEP if chosen.deferred else Timing.GAIN_AT_STEP if resolved == "secant" else Timing.BEFORE,
+        refresh=refresh,
+        deferred_memory=parse_bytes(deferred_memory),
+        form="project" if bitwise else form,
+        check_rows=check_rows,
+        groups=sum(len(o.param_groups) for o in optimizers),
+    )
+
+
+def check_model(model: Any) -> None:
+    """Raise unless ``model`` is a plain module of one process; say what to give instead."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ConfigurationError(
+            f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes after "
+            "they were scored. Score a run of one process with the module inside (model.module)."
+        )
+    sharded = [name or "the model itself" for name, m in model.named_modules() if _is_sharded(m)]
+    if sharded or any(hasattr(p, "placements") for p in model.parameters()):
+        where = f" ({', '.join(sharded[:3])})" if sharded else ""
+        raise ConfigurationError(
+            f"the model is sharded over processes{where}, by FSDP or a DTensor plan, which is not supported yet. Score a run of one "
+            "process that holds the whole model."
+        )
+    compiled = [name or "the model itself" for name, m in model.named_modules() if is_compiled(m)]
+    if compiled:
+        raise ConfigurationError(
+            f"{', '.join(compiled[:3])} is compiled, and compiled modules are not scored yet: make the Accountant from the module "
+            "before torch.compile, and train that one"
+        )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(c.__name__ in ("FullyShardedDataParallel", "FSDPModule") for c in type(module).__mro__)
+
+
+def _check_optimizers(optimizers: list[Any]) -> None:
+    wrong = [type(o).__name__ for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+    if wrong or not optimizers:
+        raise ConfigurationError(f"optimizer must be a torch optimizer or a list of them; got {wrong or 'none'}")
+    for o in optimizers:
+        if type(o).__module__.startswith("accelerate.") and hasattr(o, "optimizer"):
+            raise OptimizerError(
+                f"the optimizer is accelerate's wrapper {type(o).__name__}; give the torch optimizer inside it: optimizer.optimizer"
+            )
+
+
+def _real_rules(optimizers: list[torch.optim.Optimizer]) -> list[UpdateRule] | None:
+    """Return what the optimizers really do, for the accounts; None where one of them has no rule."""
+    try:
+        return [find_update(o) for o in optimizers]
+    except OptimizerError:
+        return None
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Raise unless an argument is an integer of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+def parse_bytes(given: int | str | None) -> int | None:
+    """Read a number of bytes, or text such as "500MB" or "4 GB"."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b\s*", str(given).lower())
+    if not found:
+        raise ConfigurationError(
+            f'deferred_memory is {given!r}; accepted are bytes as an integer, or text such as "500MB" or "4GB"'
+        )
+    return int(float(found.group(1)) * 1000.0 ** " kmgt".index(found.group(2) or " "))

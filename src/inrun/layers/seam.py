@@ -1,0 +1,215 @@
+"""The seam between layers and engine: tensors in, gradients out, and nothing else.
+
+A *probe* is a leaf of zeros. The autograd functions here take probes and directions beside their usual inputs, and what they
+return as a probe's "gradient" is what the engine asked for: the inner products ⟨g_n, v⟩ of a parameter, or the tensors that
+its per-sample gradients are kept as. Nothing is looked up in a backward and nothing is left behind by it, so autograd itself
+sums over repeated uses of a weight, over several backwards and over recomputed segments.
+
+=========  =========================  ==========================================================================
+``Ask``    probes                     their gradients
+=========  =========================  ==========================================================================
+contract   ``[n, k]``                 ⟨g_n, v⟩ (*per parameter*, shared by all its uses)
+by rows    ``[n, k, p]``              the same, row by row of the parameter
+keep       as the shape tells         the parts of the gradient shape (formed ones are shared by all uses)
+=========  =========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.layers.registry import LayerRule
+from inrun.layers.shapes import GradientShape
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the engine wants of one parameter in one call."""
+
+    name: str
+    #: Contract row by row of the parameter.
+    by_rows: bool = False
+    #: Keep the gradients in this shape instead of contracting them.
+    kept_as: type[GradientShape] | None = None
+    #: How many probes it has.
+    probes: int = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a backward knows of a call beside tensors: all of it is fixed in the forward."""
+
+    rule: LayerRule
+    constants: Any
+    n: int
+    asks: tuple[Ask, ...]
+    #: The output has no batch and is given one copy per sample; it stands for a batch of one, or has no such dimension.
+    expands: bool = False
+    batch_of_one: bool = False
+
+    @property
+    def asked_names(self) -> tuple[str, ...]:
+        """Return the parameters that are asked for."""
+        return tuple(ask.name for ask in self.asks)
+
+    def directions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Pick the directions out of ``asked`` tensors: one per contraction, before the probes."""
+        return list(tensors[: sum(ask.kept_as is None for ask in self.asks)])
+
+
+class SecondOrder(torch.autograd.Function):
+    """The identity on an output gradient in a backward that is itself differentiated (``create_graph=True``).
+
+    Gradient that flows through it reaches weights past every rule; the probe's gradient says that there was some.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, b: Tensor, probe: Tensor) -> Tensor:
+        """Pass ``b`` on."""
+        return b.view_as(b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Pass the gradient on and tell its size."""
+        return grads[0], grads[0].detach().abs().sum().to(torch.float32).to("cpu")
+
+
+def gradients_for_probes(
+    call: Call, shapes: dict[str, GradientShape], directions: list[Tensor], buffers: dict[str, Tensor], want_totals: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Turn gradient shapes into what was asked for.
+
+    Args:
+        call: The call.
+        shapes: One per parameter that is asked for (others may be there for their totals).
+        directions: ``[k, *shape]`` for every ask that contracts, in order.
+        buffers: Memory for gradients that are kept formed.
+        want_totals: Whether the parameters' own gradients are wanted too.
+
+    Returns:
+        Totals by name, and the probes' gradients in the order of the asks.
+    """
+    totals: dict[str, Tensor] = {}
+    leaving: list[Tensor] = []
+    remaining = iter(directions)
+    for ask in call.asks:
+        shape = shapes[ask.name]
+        if ask.kept_as is not None:
+            kept = shape.keep(ask.kept_as, buffers.get(ask.name))
+            # New tensor objects: autograd then takes them over as they are instead of copying.
+            leaving += [part.detach() for part in kept.parts()]
+            if want_totals:
+                totals[ask.name] = kept.total()
+            continue
+        v = next(remaining)
+        if want_totals:
+            totals[ask.name], c = shape.total_and_contract(v, ask.by_rows)
+        else:
+            c = shape.contract_by_rows(v) if ask.by_rows else shape.contract(v)
+        leaving.append(c)
+    if want_totals:
+        totals |= {name: shape.total() for name, shape in shapes.items() if name not in totals}
+    return totals, leaving
+
+
+class Owned(torch.autograd.Function):
+    """A layer whose weight gradient and contractions come from the same products (the *shared* form)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        buffers: dict[str, Tensor],
+        past: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *asked: Tensor,
+    ) -> Tensor:
+        """Run the layer; ``asked`` are the directions, then the probes."""
+        assert call.rule.owner is not None
+        out, saved = call.rule.owner.run(call.constants, x, weight, bias)
+        directions = call.directions(asked)
+        ctx.call, ctx.buffers, ctx.count = call, buffers, len(directions)
+        ctx.save_for_backward(past, weight, *directions, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the usual gradients, and what was asked for."""
+        call, needs = ctx.call, ctx.needs_input_grad
+        past, weight, *rest = ctx.saved_tensors
+        directions, saved = rest[: ctx.count], tuple(rest[ctx.count :])
+        b, twice = grads[0].contiguous(), torch.is_grad_enabled()
+        if twice:
+            b = SecondOrder.apply(b, past)
+        grad_x = call.rule.owner.input_gradient(call.constants, saved, weight, b) if needs[3] else None
+        names = tuple(name for name, need in (("weight", needs[4]), ("bias", needs[5])) if need or name in call.asked_names)
+        # A buffer serves once: what left in it must not be overwritten by a second backward through the same call.
+        buffers, ctx.buffers = ctx.buffers, {}
+        totals: dict[str, Tensor] = {}
+        if twice:
+            totals = {k: s.total() for k, s in call.rule.gradients(call.constants, saved, b, call.n, names).items()}
+        with torch.no_grad():
+            shapes = call.rule.gradients(call.constants, saved, b.detach(), call.n, names)
+            once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
+        found = totals or once
+        own = [found[name].to(weight.dtype) if need else None for name, need in (("weight", needs[4]), ("bias", needs[5]))]
+        return (None, None, None, grad_x, *own, *([None] * ctx.count), *leaving)
+
+
+class Tapped(torch.autograd.Function):
+    """The identity on a layer's output; its backward contracts (the *project* form).
+
+    The layer's own forward and backward stay the framework's, bit for bit. An output without a batch (position tables) is
+    given one copy per sample, so that its gradient arrives sample by sample; the backward sums over them, which is what
+    broadcasting would have done.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, buffers: dict[str, Tensor], past: Tensor, out: Tensor, count: int, *tensors: Tensor
+    ) -> Tensor:
+        """Pass ``out`` on; ``tensors`` are ``count`` inputs of the layer, then the directions, then the probes."""
+        directions = call.directions(tensors[count:])
+        ctx.call, ctx.buffers, ctx.inputs, ctx.count = call, buffers, count, len(directions)
+        ctx.save_for_backward(past, *tensors[:count], *directions)
+        if call.expands:
+            return (out if call.batch_of_one else out.unsqueeze(0)).expand(call.n, *out.shape[call.batch_of_one :])
+        # The same tensor, so that an in-place activation may follow.
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Pass the gradient on, and return what was asked for."""
+        (b,), call = grads, ctx.call
+        past, *rest = ctx.saved_tensors
+        inputs, directions = tuple(rest[: ctx.inputs]), rest[ctx.inputs :]
+        if torch.is_grad_enabled():
+            b = SecondOrder.apply(b, past)
+        buffers, ctx.buffers = ctx.buffers, {}
+        with torch.no_grad():
+            shapes = call.rule.gradients(call.constants, inputs, b.detach(), call.n, call.asked_names)
+            leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=False)[1]
+        passed = b.sum(0, keepdim=call.batch_of_one) if call.expands else b
+        return (None, None, None, passed, None, *([None] * (ctx.inputs + ctx.count)), *leaving)
+
+
+class Output(torch.autograd.Function):
+    """A copy of one output of a module without a rule; its gradient leaves as the probe's."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, probe: Tensor) -> Tensor:
+        """Copy: an in-place activation may follow, and some operations keep their own output for their backward."""
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Pass the gradient on, twice."""
+        return grads[0], grads[0].detach()

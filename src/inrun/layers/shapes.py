@@ -1,0 +1,297 @@
+"""The shapes that per-sample gradients come in, and what can be done with each without forming more than it needs.
+
+A layer maps its inputs and the gradient at its output to one shape per parameter:
+
+``Outer``   g_n = Σ_t x_nt y_ntᵀ: a matrix that is never formed unless that is smaller
+``Formed``  g_n itself, ``[n, *shape]``: norms, biases, whatever is small
+``LookUp``  rows of a table: g_n[w] = Σ_t [token_nt = w] b_nt
+
+(``fallback.Replay``, for modules without a rule, is the fourth.) Letters: n samples, t positions, k validation sets.
+A shape knows how to contract itself with directions, to add itself up, to be kept for later and to be sketched.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
+
+#: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
+Parts = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class GradientShape:
+    """The per-sample gradients of one parameter in one call."""
+
+    #: Whether parts of several calls may be added up (formed gradients may, factors may not).
+    summable: ClassVar[bool] = False
+
+    def contract(self, v: Tensor) -> Tensor:
+        """Return ⟨g_n, v⟩, ``[n, k]``, for directions ``v`` ``[k, *shape]``."""
+        raise NotImplementedError
+
+    def contract_by_rows(self, v: Tensor) -> Tensor:
+        """Return ⟨g_n, v⟩ row by row of the parameter, ``[n, k, p]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not contract row by row")
+
+    def total(self) -> Tensor:
+        """Return Σ_n g_n, ``[*shape]``: the parameter's gradient."""
+        raise NotImplementedError
+
+    def total_and_contract(self, v: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+        """Return both, from the same products where that saves work."""
+        return self.total(), self.contract_by_rows(v) if by_rows else self.contract(v)
+
+    def touched(self) -> Tensor | None:
+        """Return the sorted rows of the parameter that some g_n may touch, or None for all."""
+        return None
+
+    def contract_touched(self, rows: Tensor, v: Tensor) -> Tensor:
+        """Contract with directions given for the ``rows`` alone, ``[k, r, ...]``."""
+        raise NotImplementedError(f"{type(self).__name__} touches every row")
+
+    def form(self) -> Tensor:
+        """Return g_n, ``[n, *shape]``; large, for sketches of what is small and for tests."""
+        raise NotImplementedError
+
+    def sketch(self, signs: Tensor, buckets: int) -> Tensor:
+        """Return Σ of signed entries by bucket, ``[n, buckets]``: entry j of the flat gradient falls into bucket j mod buckets.
+
+        With random ``signs`` of ±1, ``[*shape]``, inner products of sketches estimate those of the gradients.
+        """
+        flat = self.form().flatten(1) * signs.reshape(-1)
+        whole = flat.shape[1] // buckets * buckets
+        summed = flat[:, :whole].view(len(flat), -1, buckets).sum(1)
+        summed[:, : flat.shape[1] - whole] += flat[:, whole:]
+        return summed
+
+    # How it is kept from the backward until the optimizer steps
+
+    def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
+        """Return the same gradients in the shape ``kind`` that they are to be kept in; ``buffer`` is memory to put them in."""
+        assert isinstance(self, kind), f"{type(self).__name__} cannot be kept as {kind.__name__}"
+        return self
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the floating-point tensors as which the gradients leave the backward."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the parts."""
+        return sum(part.nbytes for part in self.parts())
+
+
+class Formed(GradientShape):
+    """Per-sample gradients, ``[n, *shape]``."""
+
+    summable = True
+
+    def __init__(self, g: Tensor) -> None:
+        """Hold ``g``."""
+        self.g = g
+
+    def contract(self, v: Tensor) -> Tensor:
+        """One product per direction."""
+        return dot_each(self.g, v)
+
+    def total(self) -> Tensor:
+        """Add them up: a product with ones reads large ones at the speed of memory, which a sum over n does not."""
+        n = len(self.g)
+        if self.g.dim() < 3 or n == 0:
+            return self.g.sum(0)
+        return (self.g.new_ones(1, n) @ self.g.reshape(n, -1)).view(self.g.shape[1:])
+
+    def form(self) -> Tensor:
+        """They are formed."""
+        return self.g
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """One tensor."""
+        return (self.g,)
+
+    @staticmethod
+    def of(parts: tuple[Tensor, ...]) -> Formed:
+        """Undo ``parts``."""
+        return Formed(*parts)
+
+
+class Outer(GradientShape):
+    """g_n = Σ_t x_nt y_ntᵀ with ``x`` ``[n, t, p]`` and ``y`` ``[n, t, q]``; the parameter is ``[p, q]``."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        """Hold both factors."""
+        self.x, self.y = x, y
+
+    def contract(self, v: Tensor) -> Tensor:
+        """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward."""
+        n, x, y = len(self.x), self.x.to(v.dtype), self.y.to(v.dtype)
+        flat, x = y.reshape(-1, y.shape[-1]), x.reshape(n, -1)
+        return torch.stack([row_dots(x, (flat @ direction.t()).view(n, -1)) for direction in v], dim=1)
+
+    def contract_by_rows(self, v: Tensor) -> Tensor:
+        """Σ_t x_ntp (v y_nt)_p."""
+        n, t = self.x.shape[:2]
+        flat, x = self.y.reshape(n * t, -1).to(v.dtype), self.x.to(v.dtype)
+        return torch.stack([sum_positions((flat @ direction.t()).view(n, t, -1).mul_(x)) for direction in v], dim=1)
+
+    def total(self) -> Tensor:
+        """One product over all positions."""
+        dtype = torch.promote_types(self.x.dtype, self.y.dtype)
+        return self.x.flatten(0, 1).to(dtype).t() @ self.y.flatten(0, 1).to(dtype)
+
+    def total_and_contract(self, v: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+        """*Shared*: the weight gradient and the contractions come out of the same products."""
+        return shared_outer(self.x, self.y, v, by_rows)
+
+    def form(self) -> Tensor:
+        """Form Σ_t x_nt y_ntᵀ."""
+        dtype = torch.promote_types(self.x.dtype, self.y.dtype)
+        return torch.bmm(self.x.to(dtype).transpose(1, 2), self.y.to(dtype))
+
+    def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
+        """Form the gradients, into ``buffer`` if given, where they are to be kept formed."""
+        if kind is not Formed:
+            return super().keep(kind)
+        if buffer is None or buffer.dtype != torch.promote_types(self.x.dtype, self.y.dtype):
+            return Formed(self.form())
+        return Formed(torch.bmm(self.x.to(buffer.dtype).transpose(1, 2), self.y.to(buffer.dtype), out=buffer))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Both factors."""
+        return (self.x, self.y)
+
+    @staticmethod
+    def of(parts: tuple[Tensor, ...]) -> Outer:
+        """Undo ``parts``."""
+        return Outer(*parts)
+
+    @staticmethod
+    def kept_as(n: int, t: int, p: int, q: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[type[GradientShape], Parts]:
+        """Choose the smaller of the factors, t·(p + q), and the formed gradients, p·q; ``dtypes`` are those of x and y."""
+        if p * q <= t * (p + q):
+            return Formed, (((n, p, q), torch.promote_types(*dtypes)),)
+        return Outer, (((n, t, p), dtypes[0]), ((n, t, q), dtypes[1]))
+
+
+class LookUp(GradientShape):
+    """A table's rows: g_n[w] = Σ_t [token_nt = w] b_nt, without the row ``padding``.
+
+    ``tokens`` ``[n, t]``, ``b`` ``[n, t, d]``, the table ``[rows, d]``.
+    """
+
+    def __init__(self, tokens: Tensor, b: Tensor, rows: int, padding: int | None) -> None:
+        """Hold tokens and output gradients."""
+        self.tokens, self.b, self.rows, self.padding = tokens, b, rows, padding
+
+    def _gather(self, places: Tensor, v: Tensor) -> Tensor:
+        """Return Σ_t b_nt · v[place_nt], ``[n, k]``; padding counts nothing."""
+        n = len(self.b)
+        b = self.b.reshape(n, -1).to(v.dtype)
+        blank = None if self.padding is None else self.tokens == self.padding
+        if n > 1 and places.stride(0) == 0 and blank is None:
+            # The same tokens for every sample (position indices): pick their rows once.
+            return b @ v[:, places[0]].flatten(1).t()
+        piece = max(1, SCRATCH_BYTES * n // max(b.nbytes, 1))
+        parts = []
+        for first in range(0, n, piece):
+            group = slice(first, first + piece)
+            index, b_p = places[group].reshape(-1), b[group]
+            scores = []
+            for direction in v:
+                picked = torch.index_select(direction, 0, index, out=scratch_like(b_p, (len(index), v.shape[-1])))
+                if blank is not None:
+                    picked.masked_fill_(blank[group].reshape(-1, 1), 0.0)
+                scores.append(row_dots(picked.view(b_p.shape), b_p))
+            parts.append(torch.stack(scores, dim=1))
+        return torch.cat(parts)
+
+    def contract(self, v: Tensor) -> Tensor:
+        """Gather the direction's rows and contract: n·t·d, no matrix product."""
+        return self._gather(self.tokens, v)
+
+    def touched(self) -> Tensor | None:
+        """Return the distinct tokens where they are fewer than the table has rows."""
+        return torch.unique(self.tokens) if self.tokens.numel() < self.rows else None
+
+    def contract_touched(self, rows: Tensor, v: Tensor) -> Tensor:
+        """Gather from the given rows."""
+        return self._gather(torch.searchsorted(rows, self.tokens.contiguous()), v)
+
+    def _unpadded(self) -> Tensor:
+        blank = None if self.padding is None else (self.tokens == self.padding).unsqueeze(-1)
+        return self.b if blank is None else self.b.masked_fill(blank, 0.0)
+
+    def total(self) -> Tensor:
+        """Scatter the output gradients of all samples into one table."""
+        flat = self._unpadded().flatten(0, 1)
+        return flat.new_zeros(self.rows, flat.shape[1]).index_add_(0, self.tokens.reshape(-1), flat)
+
+    def form(self) -> Tensor:
+        """Scatter the output gradients into one table per sample."""
+        b = self._unpadded()
+        index = self.tokens.unsqueeze(-1).expand_as(b)
+        return b.new_zeros(len(b), self.rows, b.shape[2]).scatter_add_(1, index, b)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return output gradients, and tokens as the bits of floating-point numbers (only such leave a backward).
+
+        Tokens are copied: loaders like to refill one buffer.
+        """
+        return (self.b, self.tokens.to(torch.int64, copy=True).contiguous().view(torch.float64))
+
+    @staticmethod
+    def of(parts: tuple[Tensor, ...], rows: int, padding: int | None) -> LookUp:
+        """Undo ``parts``."""
+        b, bits = parts
+        return LookUp(bits.view(torch.int64), b, rows, padding)
+
+
+def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
+    """Contract formed gradients ``[m, p, q]`` with directions ``[k, p, q]``: ``[m, k]``, or ``[m, k, p]`` by rows."""
+    if by_rows:
+        return torch.stack([torch.linalg.vecdot(g_m, d) for g_m in g for d in v]).view(g.shape[0], v.shape[0], -1)
+    flat = g.view(g.shape[0], -1)
+    return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
+
+
+def shared_outer(x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
+    """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
+
+    The batched GEMM accumulates into as many running sums as fit the cache, S ← S + g_n, one sample each at a time, and
+    ⟨g_n, v⟩ = ⟨S after, v⟩ − ⟨S before, v⟩; the running sums add up to G. So no g_n is ever added by a pass of its own,
+    the sums stay in the cache, and the rounding is that of a sum over part of the batch, below that of G itself.
+    A weight too large for several running sums has one, which is G.
+
+    Args:
+        x: ``[n, t, p]``.
+        y: ``[n, t, q]``.
+        v: Directions, ``[k, p, q]``.
+        by_rows: Leave the rows of the weight apart.
+
+    Returns:
+        G ``[p, q]``, and the inner products ``[n, k]``, or ``[n, k, p]`` row by row.
+    """
+    n, k, p, q = x.shape[0], v.shape[0], x.shape[2], y.shape[2]
+    total = x.new_empty(1, p, q)
+    if n == 0:
+        return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k))
+    chains = max(1, min(n, SCRATCH_BYTES // max(total.nbytes, 1)))
+    running = total if chains == 1 else scratch_like(x, (chains, p, q))
+    sums: list[Tensor] = []
+    for first in range(0, n, chains):
+        group = slice(first, min(first + chains, n))
+        part, left, right = running[: group.stop - first], x[group].transpose(1, 2), y[group]
+        if first == 0:
+            torch.bmm(left, right, out=part)
+        else:
+            torch.baddbmm(part, left, right, out=part)
+        sums.append(contract_formed(part, v, by_rows))
+    after = torch.cat(sums)
+    contributions = after.clone()
+    contributions[chains:] -= after[:-chains] if n > chains else 0
+    gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
+    return gradient, contributions

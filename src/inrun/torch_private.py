@@ -1,0 +1,86 @@
+"""Every name of torch that is not public, in one place; ``tests/test_torch_private.py`` says what breaks without each.
+
+Public ways are used wherever they exist. What is left here has none in the releases we support.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "active_ddp_module",
+    "buffers_written_silently",
+    "current_backward",
+    "flatten_tree",
+    "foreign_gradient_hooks",
+    "is_compiled",
+    "keep_version_counters",
+    "move_last",
+    "unflatten_tree",
+    "version_of",
+]
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """Flatten containers, those that others registered included, into leaves; see :func:`unflatten_tree`."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
+    """Undo :func:`flatten_tree`."""
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor, or a view of it, was written to in place."""
+    return x._version
+
+
+@contextlib.contextmanager
+def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let writes in the block go uncounted: for content that comes back bit for bit, so that graphs stay valid."""
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+        yield
+
+
+def current_backward() -> int:
+    """Return a number for the backward that is running in this thread, −1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def foreign_gradient_hooks(parameters: Iterable[nn.Parameter], ours: int) -> bool:
+    """Whether gradients of these parameters may be changed by hooks of others; ``ours`` hooks after accumulation are ours."""
+    return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > ours for p in parameters)  # type: ignore[attr-defined]
+
+
+def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:
+    """Put a step pre-hook behind those that were registered after it."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    hooks[handle.id] = hooks.pop(handle.id)
+
+
+def buffers_written_silently(module: nn.Module) -> bool:
+    """Whether the module is a batch norm, whose kernel writes its statistics without counting the write."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def active_ddp_module() -> nn.Module | None:
+    """Return the DistributedDataParallel wrapper whose forward is running, if any."""
+    if not torch.distributed.is_available():
+        return None
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
