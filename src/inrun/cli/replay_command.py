@@ -61,11 +61,11 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     """
     from inrun.cli.replay_table import print_replayed, print_study, progress
     from inrun.cli.train_progress import reading_bar
-    from inrun.training.replay import choose_steps
-    from inrun.training.replay import replay as run_replay
-    from inrun.training.replay_engine import Look
-    from inrun.training.replay_source import open_source
-    from inrun.training.replay_study import study
+    from inrun.replay.replayer import Look
+    from inrun.replay.score import choose_steps
+    from inrun.replay.score import replay as run_replay
+    from inrun.replay.source import open_source
+    from inrun.replay.study import study
 
     if exact and mode != "exact":
         raise ConfigurationError(f"--exact and --from {mode} are two different ways; give one of them")

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from inrun.cli.text import printable
-from inrun.training.replay import Replayed
-from inrun.training.replay_compare import Closeness
+from inrun.replay.compare import Closeness
+from inrun.replay.score import Replayed
 
 #: Seconds between plain lines.
 PATIENCE = 10.0

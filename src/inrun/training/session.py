@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
+from inrun.corpus.tokenizers import ABOUT
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, load_config
 from inrun.training.loop import Result, Status, Training
 from inrun.training.metrics import Metrics
 from inrun.training.prepare import Prepared, Tell, prepare, tokenizer_of
-from inrun.training.tokenizers import ABOUT
 
 try:
     import fcntl

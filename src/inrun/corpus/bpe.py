@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from inrun.corpus.tokenizers import Ids, id_dtype, save_about
 from inrun.errors import ConfigurationError
 from inrun.ledger.files import Files, make_folder_durably, write_durably
-from inrun.training.tokenizers import Ids, id_dtype, save_about
 
 log = logging.getLogger("inrun")
 END = "<|endoftext|>"

@@ -20,11 +20,11 @@ import torch
 from inrun.engine import Accountant
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
+from inrun.replay.source import RecordedStep, Source
+from inrun.replay.viewpoints import MODES, Anchor, Place, Shelf, Stage, place_of
 from inrun.training.loop import Training, lr_at, validation_loss
 from inrun.training.order import Ids
 from inrun.training.prepare import Held
-from inrun.training.replay_places import MODES, Anchor, Place, Shelf, Stage, place_of
-from inrun.training.replay_source import RecordedStep, Source
 
 #: Called with steps done and steps in all.
 Tell = Callable[[int, int], None]
@@ -35,7 +35,7 @@ Write = Callable[[StepRecord], None]
 class Look:
     """How a run is looked back at. None takes what the run itself was scored with."""
 
-    #: One of :data:`inrun.training.replay_places.MODES`, or "exact".
+    #: One of :data:`inrun.replay.viewpoints.MODES`, or "exact".
     mode: str = "exact"
     method: str | None = None
     update: str | None = None

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from inrun.corpus.problems import Problems, printable
 from inrun.errors import ConfigurationError, DataError
-from inrun.training.problems import Problems, printable
 
 #: How a file is read, by the end of its name.
 DATA = {

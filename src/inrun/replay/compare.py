@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from inrun.ledger import StepRecord
 from inrun.ledger.schema import base_name
-from inrun.training.replay_source import RecordedStep, Source
+from inrun.replay.source import RecordedStep, Source
 
 Vector = npt.NDArray[np.float64]
 

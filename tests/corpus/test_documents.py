@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inrun.corpus import readers
+from inrun.corpus.documents import Document, Fields, Place, Problems, find_files, read_documents, read_from
 from inrun.errors import ConfigurationError, DataError
-from inrun.training import readers
-from inrun.training.documents import Document, Fields, Place, Problems, find_files, read_documents, read_from
 
 ROWS = [
     {"id": "a", "text": "one", "domain": "x", "source": "s", "owner": "o", "split": "train"},

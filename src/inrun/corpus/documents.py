@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inrun.corpus.problems import Problems
+from inrun.corpus.readers import Row, read_rows
+from inrun.corpus.sources import SourceFile, find_files
 from inrun.errors import ConfigurationError
-from inrun.training.problems import Problems
-from inrun.training.readers import Row, read_rows
-from inrun.training.sources import SourceFile, find_files
 
 __all__ = ["Document", "Fields", "Place", "Problems", "SourceFile", "find_files", "read_documents", "read_from"]
 

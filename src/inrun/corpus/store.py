@@ -30,12 +30,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from inrun.corpus.build import DOCUMENTS, SCHEMA, Builder, Tell
+from inrun.corpus.documents import Fields, Problems, SourceFile, find_files
+from inrun.corpus.fingerprints import Content, contents
+from inrun.corpus.tokenizers import Tokenizer, load_tokenizer
 from inrun.errors import ConfigurationError, DataError
 from inrun.ledger.files import Files, make_folder_durably
-from inrun.training.build import DOCUMENTS, SCHEMA, Builder, Tell
-from inrun.training.documents import Fields, Problems, SourceFile, find_files
-from inrun.training.fingerprints import Content, contents
-from inrun.training.tokenizers import Tokenizer, load_tokenizer
 
 try:
     import fcntl
@@ -60,7 +60,7 @@ def build_store(
     processes one builds and the others wait for it.
 
     Args:
-        paths: Files and folders, see :func:`inrun.training.documents.find_files`.
+        paths: Files and folders, see :func:`inrun.corpus.documents.find_files`.
         fields: Where a row keeps its text and what is known about it.
         tokenizer: Makes the tokens.
         cache: The folder that stores are kept in.

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_documents import write
 
 import inrun
+from inrun.corpus.chunks import Chunks, select
+from inrun.corpus.documents import Fields
+from inrun.corpus.store import TokenStore, build_store
+from inrun.corpus.tokenizers import ByteTokenizer
 from inrun.errors import ConfigurationError, DataError, IdsError
-from inrun.training.chunks import Chunks, select
-from inrun.training.documents import Fields
-from inrun.training.store import TokenStore, build_store
-from inrun.training.tokenizers import ByteTokenizer
-from test_documents import write
 
 BYTES = ByteTokenizer()
 ROWS = [

@@ -105,7 +105,7 @@ def make_tokenizer(
         raise ConfigurationError(f"the tokenizer is {kind!r}; accepted are {', '.join(map(repr, KINDS))}")
     if kind == "bytes":
         return ByteTokenizer()
-    from inrun.training import bpe
+    from inrun.corpus import bpe
 
     where = None if path is None else Path(path)
     if kind == "gpt2":
@@ -128,7 +128,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         if kind == "bytes":
             found: Tokenizer = ByteTokenizer()
         elif kind == "bpe":
-            from inrun.training import bpe
+            from inrun.corpus import bpe
 
             found = bpe.load(Path(folder), str(about["name"]), int(about["end"]))
         else:

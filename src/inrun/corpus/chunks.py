@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from inrun.corpus.store import CODED, TokenStore
+from inrun.corpus.tokenizers import Tokenizer
 from inrun.errors import ConfigurationError, IdsError
-from inrun.training.store import CODED, TokenStore
-from inrun.training.tokenizers import Tokenizer
 
 Ints = npt.NDArray[np.int64]
 #: Characters of a sample's text, and tokens that surely hold them: a token has at least one of at most four bytes of a character.

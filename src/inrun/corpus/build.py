@@ -22,11 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from inrun.corpus.documents import Document, Fields, Place, Problems, SourceFile, read_from
+from inrun.corpus.fingerprints import Content, state_of
+from inrun.corpus.tokenizers import Tokenizer, id_dtype
 from inrun.errors import DataError
 from inrun.ledger.files import Files, write_durably
-from inrun.training.documents import Document, Fields, Place, Problems, SourceFile, read_from
-from inrun.training.fingerprints import Content, state_of
-from inrun.training.tokenizers import Tokenizer, id_dtype
 
 #: Called with bytes of the source files done, bytes in all, and documents so far.
 Tell = Callable[[int, int, int], None]

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-
-from inrun.errors import ConfigurationError, DataError
-from inrun.training import build, fingerprints
-from inrun.training.build import Builder, SeenIds
-from inrun.training.documents import Fields
-from inrun.training.store import TokenStore, build_store
-from inrun.training.tokenizers import ByteTokenizer
 from test_documents import write
+
+from inrun.corpus import build, fingerprints
+from inrun.corpus.build import Builder, SeenIds
+from inrun.corpus.documents import Fields
+from inrun.corpus.store import TokenStore, build_store
+from inrun.corpus.tokenizers import ByteTokenizer
+from inrun.errors import ConfigurationError, DataError
 
 BYTES = ByteTokenizer()
 
@@ -435,10 +435,10 @@ MEMORY = """
 import itertools, json, random, sys, time
 from pathlib import Path
 import numpy as np
-from inrun.training.documents import Fields
-from inrun.training.tokenizers import ByteTokenizer
-from inrun.training.store import build_store
-from inrun.training.chunks import Chunks
+from inrun.corpus.documents import Fields
+from inrun.corpus.tokenizers import ByteTokenizer
+from inrun.corpus.store import build_store
+from inrun.corpus.chunks import Chunks
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
 rng = random.Random(0)
 words = ["".join(rng.choices("abcdefghij", k=rng.randrange(1, 9))) for _ in range(5000)]

@@ -11,10 +11,10 @@ import numpy as np
 
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
-from inrun.training.replay_compare import Closeness, compare
-from inrun.training.replay_engine import Look, Replayer
-from inrun.training.replay_places import Anchor, anchors_of, place_of
-from inrun.training.replay_source import RecordedStep, Source
+from inrun.replay.compare import Closeness, compare
+from inrun.replay.replayer import Look, Replayer
+from inrun.replay.source import RecordedStep, Source
+from inrun.replay.viewpoints import Anchor, anchors_of, place_of
 
 #: Called with what is looked at, steps done and steps in all.
 Tell = Callable[[str, int, int], None]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from inrun.corpus.sources import SourceFile
 from inrun.errors import DataError
-from inrun.training.sources import SourceFile
 
 #: Nanoseconds a file must have rested before its hash is remembered: a later change within one tick of its clock would not show.
 REST = 3_000_000_000

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inrun.corpus import bpe
+from inrun.corpus.tokenizers import ByteTokenizer, id_dtype, load_tokenizer, make_tokenizer
 from inrun.errors import ConfigurationError, DataError
-from inrun.training import bpe
-from inrun.training.tokenizers import ByteTokenizer, id_dtype, load_tokenizer, make_tokenizer
 
-GPT2 = Path(__file__).parents[2] / "shared" / "data" / "gpt2_bpe"
+#: For processes that import this file, beside what this one imports from.
+HERE = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+GPT2 = Path(__file__).parents[3] / "shared" / "data" / "gpt2_bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_dir(), reason="GPT-2's vocabulary is not here")
 TEXTS = [
     "the cat sat on the mat, the cat sat\n",
@@ -108,7 +110,7 @@ def test_training_is_the_same_in_every_process() -> None:
     for seed in ("1", "2"):
         out = subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": HERE},
             check=True,
             capture_output=True,
             text=True,
@@ -240,7 +242,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
 
 
 def test_bytes_need_no_library() -> None:
-    code = "import sys\nfrom inrun.training.tokenizers import *\nmake_tokenizer('bytes')\nassert 'tokenizers' not in sys.modules"
+    code = "import sys\nfrom inrun.corpus.tokenizers import *\nmake_tokenizer('bytes')\nassert 'tokenizers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -251,7 +253,7 @@ def test_forking_after_encoding_does_not_warn() -> None:
         "    t.encode_batch(TEXTS * 99)\n    os._exit(0)\nassert os.wait()[1] == 0\n"
     )
     environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    environment["PYTHONPATH"] = HERE
     out = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert "fork" not in out.stderr
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from inrun.corpus.problems import Problems
+from inrun.corpus.sources import SourceFile
 from inrun.errors import DataError
-from inrun.training.problems import Problems
-from inrun.training.sources import SourceFile
 
 #: Bytes of the longest line or text that is read; beyond it a file is damaged or no text.
 LONGEST = 64 << 20

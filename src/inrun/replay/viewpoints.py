@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from inrun.errors import TrainingError
+from inrun.replay.source import RecordedStep
 from inrun.training.checkpoint import Checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.models import build_model, decay_groups
-from inrun.training.replay_source import RecordedStep
 
 MODES = ("before", "nearest", "interpolate")
 #: Adam's moments, and which of the betas each decays by.

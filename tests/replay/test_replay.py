@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_train import corpus, settings
 
 import inrun
 from inrun.cli.main import main
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.ledger.verify import verify
+from inrun.replay.compare import correlation, ranks
+from inrun.replay.replayer import Look, Replayer
+from inrun.replay.score import choose_steps, replay
+from inrun.replay.source import open_source
+from inrun.replay.study import sampled_steps, study, thinnings, whole_stretches
+from inrun.replay.viewpoints import MODES, Place, anchors_of, place_of
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
-from inrun.training.replay import choose_steps, replay
-from inrun.training.replay_compare import correlation, ranks
-from inrun.training.replay_engine import Look, Replayer
-from inrun.training.replay_places import MODES, Place, anchors_of, place_of
-from inrun.training.replay_source import open_source
-from inrun.training.replay_study import sampled_steps, study, thinnings, whole_stretches
 from inrun.training.session import train
-from test_train import corpus, settings
 
 #: Clipping that bites, warm-up, two microbatches, a set in folds, decay on matrices only; dropout where a test wants it.
 HARD = {"optimizer": {"clip": 0.3, "weight_decay": 0.2}, "batch": {"accumulation": 2}}

@@ -15,11 +15,11 @@ import numpy as np
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.ledger import Ledger, StepRecord
 from inrun.ledger.schema import base_name
+from inrun.replay.compare import Closeness, compare
+from inrun.replay.replayer import Look, Passed, Replayer, Tell
+from inrun.replay.source import RecordedStep, Source
+from inrun.replay.viewpoints import Anchor, anchors_of, place_of
 from inrun.training.models import describe_model
-from inrun.training.replay_compare import Closeness, compare
-from inrun.training.replay_engine import Look, Passed, Replayer, Tell
-from inrun.training.replay_places import Anchor, anchors_of, place_of
-from inrun.training.replay_source import RecordedStep, Source
 
 
 @dataclass(frozen=True)

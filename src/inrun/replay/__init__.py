@@ -1,0 +1,1 @@
+"""Look back at a finished run: score its samples for validation data that arrived after it."""
