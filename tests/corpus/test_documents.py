@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inrun.corpus import readers
-from inrun.corpus.documents import Document, Fields, Place, Problems, find_files, read_documents, read_from
+from inrun.corpus.documents import Bookmark, Document, Fields, Problems, find_files, read_documents, read_from
 from inrun.errors import ConfigurationError, DataError
 
 ROWS = [
@@ -99,7 +99,7 @@ def test_reading_goes_on_from_any_place(tmp_path, name: str, monkeypatch) -> Non
         problems = Problems()
         reader = read_from(files, Fields(), problems)
         first = [next(reader) for _ in range(stop + 1)]
-        place = Place(*json.loads(json.dumps(list(first[-1][1]))))
+        place = Bookmark(*json.loads(json.dumps(list(first[-1][1]))))
         rest = list(read_from(files, Fields(), problems, place))
         assert [d for d, _ in first + rest] == [d for d, _ in every]
         assert problems.as_dict() == whole.as_dict()

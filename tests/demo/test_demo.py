@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 import inrun
 from inrun.cli.demo_story import findings, tell_story
-from inrun.corpus.python_texts import COPY, NOISE, SCRAMBLED, demo_texts
-from inrun.demo.demo import MARK, VIEW, DemoConfig, _separation, find_planted, run_demo
+from inrun.demo.planted import VIEW, _separation, find_planted
+from inrun.demo.run import MARK, DemoConfig, run_demo
+from inrun.demo.texts import COPY, NOISE, SCRAMBLED, demo_texts
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
 from inrun.ledger.curate import curate

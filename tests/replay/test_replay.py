@@ -22,7 +22,7 @@ from inrun.replay.replayer import Look, Replayer
 from inrun.replay.score import choose_steps, replay
 from inrun.replay.source import open_source
 from inrun.replay.study import sampled_steps, study, thinnings, whole_stretches
-from inrun.replay.viewpoints import MODES, Place, anchors_of, place_of
+from inrun.replay.viewpoints import MODES, Viewpoint, anchors_of, viewpoint_of
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
 from inrun.training.session import train
@@ -150,7 +150,9 @@ def test_a_run_in_progress_and_skipped_steps(folder):
 def test_no_books_where_nothing_could_be_scored(folder, monkeypatch):
     """Nothing but NaN is no score: an error, and no books that look like some."""
     source = open_source(a_run(folder), late(folder))
-    monkeypatch.setattr("inrun.training.loop.mean_loss", lambda model, rows: sum(p.sum() for p in model.parameters()) * math.nan)
+    monkeypatch.setattr(
+        "inrun.training.loop.next_token_loss", lambda model, rows: sum(p.sum() for p in model.parameters()) * math.nan
+    )
     for mode in ("exact", "before"):
         with pytest.raises(TrainingError, match="none of the 12 steps could be scored"):
             replay(source, ["late"], folder / "nothing", Look(mode))
@@ -179,11 +181,11 @@ def test_fewer_checkpoints_are_worse_and_still_of_use(folder):
 
 def test_places():
     at = [0, 10, 30]
-    assert place_of(14, at, "before") == Place(1, None, 0.0)
-    assert place_of(14, at, "nearest") == Place(1, None, 0.0) and place_of(21, at, "nearest") == Place(2, None, 0.0)
-    assert place_of(15, at, "interpolate") == Place(1, 2, 0.25)
+    assert viewpoint_of(14, at, "before") == Viewpoint(1, None, 0.0)
+    assert viewpoint_of(14, at, "nearest") == Viewpoint(1, None, 0.0) and viewpoint_of(21, at, "nearest") == Viewpoint(2, None, 0.0)
+    assert viewpoint_of(15, at, "interpolate") == Viewpoint(1, 2, 0.25)
     for mode in MODES:
-        assert place_of(10, at, mode) == Place(1, None, 0.0) and place_of(99, at, mode) == Place(2, None, 0.0)
+        assert viewpoint_of(10, at, mode) == Viewpoint(1, None, 0.0) and viewpoint_of(99, at, mode) == Viewpoint(2, None, 0.0)
 
 
 def test_between_checkpoints_moments_have_the_bias_of_the_step(folder):
@@ -193,7 +195,7 @@ def test_between_checkpoints_moments_have_the_bias_of_the_step(folder):
     assert [a.step for a in anchors] == [0, 5, 10, 12]
     five, ten = (stage.shelf.load(anchors[i]) for i in (1, 2))
     assert (five.updates, ten.updates) == (5, 10)
-    stage.put(source.steps[7], anchors, Place(1, 2, 0.4))
+    stage.put(source.steps[7], anchors, Viewpoint(1, 2, 0.4))
     i, parameter = 0, stage.parameters[0]
     assert torch.allclose(parameter, 0.6 * five.weights[i] + 0.4 * ten.weights[i], atol=1e-7)
     state = replayer.training.optimizer.state[parameter]
@@ -201,12 +203,12 @@ def test_between_checkpoints_moments_have_the_bias_of_the_step(folder):
         corrected = 0.6 * five.moments[i][name] / (1 - beta**5) + 0.4 * ten.moments[i][name] / (1 - beta**10)
         assert torch.allclose(state[name] / (1 - beta**7), corrected, rtol=1e-4)
     assert float(state["step"]) == 7
-    stage.put(source.steps[3], anchors, Place(0, None, 0.0))  # before the first checkpoint: its scale of gradients
+    stage.put(source.steps[3], anchors, Viewpoint(0, None, 0.0))  # before the first checkpoint: its scale of gradients
     state = replayer.training.optimizer.state[parameter]
     assert torch.allclose(state["exp_avg_sq"] / (1 - 0.95**3), five.moments[i]["exp_avg_sq"] / (1 - 0.95**5), rtol=1e-4)
-    stage.put(source.steps[5], anchors, Place(1, None, 0.0))
+    stage.put(source.steps[5], anchors, Viewpoint(1, None, 0.0))
     assert stage.furthest(anchors[1]) == 0.0 < stage.furthest(anchors[2])
-    assert stage.put(source.steps[0], anchors, Place(0, None, 0.0)) and not replayer.training.optimizer.state
+    assert stage.put(source.steps[0], anchors, Viewpoint(0, None, 0.0)) and not replayer.training.optimizer.state
     replayer.close()
 
 

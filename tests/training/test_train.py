@@ -23,7 +23,7 @@ from inrun.errors import ConfigurationError, LedgerError, TrainingError
 from inrun.training.checkpoint import checkpoints_of, prune
 from inrun.training.config import load_config, make_config
 from inrun.training.loop import lr_at
-from inrun.training.models import mean_loss, row_losses
+from inrun.training.loss import next_token_loss, row_losses
 from inrun.training.order import Order, draw
 from inrun.training.prepare import prepare, tokenizer_of
 from inrun.training.session import train
@@ -374,7 +374,7 @@ def test_folds_measure_the_same_loss():
     torch.manual_seed(0)
     model = torch.nn.Embedding(9, 9)
     rows = torch.tensor([[1, 2, 3, 4], [5, 6, -1, -1], [7, 8, 1, -1], [2, 2, 2, 2]])
-    assert torch.allclose(row_losses(model, rows).mean(), mean_loss(model, rows))
+    assert torch.allclose(row_losses(model, rows).mean(), next_token_loss(model, rows))
 
 
 def test_a_model_that_sees_ahead_is_refused(folder):

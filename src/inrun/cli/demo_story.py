@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from inrun.cli.text import printable
-from inrun.corpus.python_texts import COPY, NOISE, SCRAMBLED
-from inrun.demo.demo import VIEW, Found, find_planted
+from inrun.demo.planted import VIEW, Found, find_planted
+from inrun.demo.texts import COPY, NOISE, SCRAMBLED
 from inrun.ledger import SIGN, Ledger, LedgerReader, Summary, summarise
 from inrun.ledger.queries import extremes, groups
 from inrun.training.loop import Result

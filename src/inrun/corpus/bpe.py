@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from inrun.corpus.tokenizers import Ids, id_dtype, save_about
+from inrun.corpus.tokenizers import TokenIds, id_dtype, save_about
 from inrun.errors import ConfigurationError
 from inrun.ledger.files import Files, make_folder_durably, write_durably
 
@@ -55,10 +55,10 @@ class LibraryTokenizer:
         self._dtype = id_dtype(self.vocab_size)
         self.fingerprint = hashlib.sha256(f"inrun bpe 1\n{end}\n{core.to_str()}".encode()).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the ids of each text."""
         pieces = [list(_pieces(text)) if self._splits else [text] for text in texts]
-        encoded: list[Ids] = []
+        encoded: list[TokenIds] = []
         for group in _groups([piece for some in pieces for piece in some]):
             with _threads():
                 encoded += [np.array(e.ids, self._dtype) for e in self._core.encode_batch_fast(group, add_special_tokens=False)]
@@ -66,7 +66,7 @@ class LibraryTokenizer:
         found = [[next(rest) for _ in some] for some in pieces]
         return [some[0] if len(some) == 1 else np.concatenate(some) for some in found]
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of ids, without the end."""
         return self._core.decode([i for i in np.asarray(ids, np.int64).tolist() if i != self.end], skip_special_tokens=False)
 

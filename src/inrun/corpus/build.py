@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from inrun.corpus.documents import Document, Fields, Place, Problems, SourceFile, read_from
+from inrun.corpus.documents import Bookmark, Document, Fields, Problems, SourceFile, read_from
 from inrun.corpus.fingerprints import Content, state_of
 from inrun.corpus.tokenizers import Tokenizer, id_dtype
 from inrun.errors import DataError
@@ -108,7 +108,7 @@ class Builder:
         self.folder, self.files, self.read, self.fields, self.tokenizer = folder, files, read, fields, tokenizer
         self.problems, self.tell = problems, tell
         self.dtype = np.dtype(id_dtype(tokenizer.vocab_size))
-        self.place, self.tokens, self.documents, self.parts = Place(), 0, 0, 0
+        self.place, self.tokens, self.documents, self.parts = Bookmark(), 0, 0, 0
         self.seen = SeenIds()
         self._disk = Files()
         self._rows: list[DocumentRow] = []
@@ -127,7 +127,7 @@ class Builder:
             for document, place in read_from(self.files, self.fields, self.problems, start):
                 self._take(document, place)
             self._encode()
-            self.place = Place(len(self.files))  # behind bad rows at the very end too: they are counted
+            self.place = Bookmark(len(self.files))  # behind bad rows at the very end too: they are counted
             self._commit()
         self._finish(fingerprint)
 
@@ -142,7 +142,7 @@ class Builder:
             tokens.write_bytes(b"")
             offsets.write_bytes(np.zeros(1, np.int64).tobytes())
             return
-        self.place, self.problems = Place(*state["place"]), Problems.from_dict(state["problems"])
+        self.place, self.problems = Bookmark(*state["place"]), Problems.from_dict(state["problems"])
         self.tokens, self.documents, self.parts = state["tokens"], state["documents"], state["parts"]
         os.truncate(tokens, self.tokens * self.dtype.itemsize)
         os.truncate(offsets, (self.documents + 1) * 8)
@@ -154,7 +154,7 @@ class Builder:
         """Return the last commit, if what it counts on is there."""
         try:
             state = json.loads((self.folder / "progress.json").read_bytes())
-            Place(*map(int, state["place"])), Problems.from_dict(state["problems"])
+            Bookmark(*map(int, state["place"])), Problems.from_dict(state["problems"])
             enough = (
                 (self.folder / "tokens.bin").stat().st_size >= state["tokens"] * self.dtype.itemsize
                 and (self.folder / "offsets.bin").stat().st_size >= (state["documents"] + 1) * 8
@@ -167,7 +167,7 @@ class Builder:
     def _part(self, number: int) -> Path:
         return self.folder / f"part-{number:06d}.parquet"
 
-    def _take(self, document: Document, place: Place) -> None:
+    def _take(self, document: Document, place: Bookmark) -> None:
         self._batch.append(document)
         self._batched += len(document.text)
         self.place = place

@@ -14,7 +14,7 @@ from inrun.errors import ConfigurationError, IdsError
 
 Ints = npt.NDArray[np.int64]
 #: Characters of a sample's text, and tokens that surely hold them: a token has at least one of at most four bytes of a character.
-PREVIEW, PREVIEW_TOKENS = 400, 1600
+TEXT, TEXT_TOKENS = 400, 1600
 #: Chunks that are decoded together.
 ROWS = 4096
 
@@ -119,13 +119,13 @@ class Chunks:
 
     def _texts(self, ids: Ints, tokenizer: Tokenizer) -> pa.ChunkedArray:
         starts, lengths = self._spans(ids)
-        width = min(self.context + 1, PREVIEW_TOKENS)
+        width = min(self.context + 1, TEXT_TOKENS)
         lengths = np.minimum(lengths, width)
         parts = []
         for begin in range(0, len(ids), ROWS):  # in parts: Python's texts take several times the room of Arrow's
             some = slice(begin, begin + ROWS)
             rows = self.store.gather(starts[some], lengths[some], width)
-            texts = [tokenizer.decode(row[:length])[:PREVIEW] for row, length in zip(rows, lengths[some], strict=True)]
+            texts = [tokenizer.decode(row[:length])[:TEXT] for row, length in zip(rows, lengths[some], strict=True)]
             parts.append(pa.array(texts, pa.string()))
         return pa.chunked_array(parts, pa.string())
 

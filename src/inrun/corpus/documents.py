@@ -12,7 +12,7 @@ from inrun.corpus.readers import Row, read_rows
 from inrun.corpus.sources import SourceFile, find_files
 from inrun.errors import ConfigurationError
 
-__all__ = ["Document", "Fields", "Place", "Problems", "SourceFile", "find_files", "read_documents", "read_from"]
+__all__ = ["Document", "Fields", "Bookmark", "Problems", "SourceFile", "find_files", "read_documents", "read_from"]
 
 #: Fields beside the text; ``TokenStore.column`` knows all but the id.
 METADATA = ("id", "domain", "source", "owner", "split")
@@ -59,7 +59,7 @@ class Document:
     where: str
 
 
-class Place(NamedTuple):
+class Bookmark(NamedTuple):
     """How far reading has come: behind a document of a file."""
 
     file: int = 0
@@ -81,17 +81,17 @@ def read_documents(paths: str | Path | Sequence[str | Path], fields: Fields, pro
 
 
 def read_from(
-    files: Sequence[SourceFile], fields: Fields, problems: Problems, start: Place | None = None
-) -> Iterator[tuple[Document, Place]]:
+    files: Sequence[SourceFile], fields: Fields, problems: Problems, start: Bookmark | None = None
+) -> Iterator[tuple[Document, Bookmark]]:
     """Yield documents from a place on, each with the place behind it."""
-    start, columns = start or Place(), fields.columns()
+    start, columns = start or Bookmark(), fields.columns()
     for number in range(start.file, len(files)):
         file = files[number]
         after, line = (start.after, start.line) if number == start.file else (0, 0)
         for row in read_rows(file, columns, problems, after, line):
             document = _from_text(row, file, problems) if file.kind == "text" else _from_row(row, file, fields, problems)
             if document is not None:
-                yield document, Place(number, row.after, row.line, row.done)
+                yield document, Bookmark(number, row.after, row.line, row.done)
 
 
 def _from_text(row: Row, file: SourceFile, problems: Problems) -> Document | None:

@@ -20,7 +20,7 @@ from inrun.ledger.files import Files, make_folder_durably, write_durably
 #: What ``save`` writes beside the tokenizer's own files.
 ABOUT = "inrun_tokenizer.json"
 KINDS = ("bytes", "gpt2", "folder", "train")
-Ids = npt.NDArray[Any]
+TokenIds = npt.NDArray[Any]
 
 
 class Tokenizer(Protocol):
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         name: For people.
-        vocab_size: Ids are below it.
+        vocab_size: TokenIds are below it.
         end: The id that follows every document.
         fingerprint: The same for tokenizers that give the same ids.
     """
@@ -38,11 +38,11 @@ class Tokenizer(Protocol):
     end: int
     fingerprint: str
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return one array per text, uint16 where all ids fit, else uint32; without the end."""
         ...
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of ids; the end is left out, broken characters are replaced."""
         ...
 
@@ -64,11 +64,11 @@ class ByteTokenizer:
     end = 256
     fingerprint = hashlib.sha256(b"inrun bytes 1").hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the bytes of each text."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16) for text in texts]
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of bytes; a character cut in two becomes a replacement character."""
         array = np.asarray(ids, np.int64)
         return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")

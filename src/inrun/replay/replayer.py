@@ -3,7 +3,7 @@
 Exactly: training goes on from the last checkpoint before a step, with its batches, learning rates and random numbers. This is the
 run itself, to rounding. It is put onto every checkpoint that it comes by.
 
-Pinned: a recorded batch is run at a state that was saved (see ``replay_places``), with the learning rate and the clip factor that
+Pinned: a recorded batch is run at a state that was saved (see ``viewpoints``), with the learning rate and the clip factor that
 its step had, and nothing of it stays. Steps do not depend on each other, and can share a validation gradient.
 """
 
@@ -21,7 +21,7 @@ from inrun.engine import Accountant
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
 from inrun.replay.source import RecordedStep, Source
-from inrun.replay.viewpoints import MODES, Anchor, Place, Shelf, Stage, place_of
+from inrun.replay.viewpoints import MODES, Anchor, Shelf, Stage, Viewpoint, viewpoint_of
 from inrun.training.loop import Training, lr_at, validation_loss
 from inrun.training.order import Ids
 from inrun.training.prepare import Held
@@ -39,7 +39,7 @@ class Look:
     mode: str = "exact"
     method: str | None = None
     update: str | None = None
-    #: Steps that share one validation gradient, as far as they are looked at from one place.
+    #: Steps that share one validation gradient, as far as they are looked at from one viewpoint.
     refresh: int | None = None
 
     def accountant_options(self, source: Source) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Passed:
     difference: float
 
 
-class _Written:
+class _Relay:
     """Hands records on; the accountant needs no more of a ledger."""
 
     def __init__(self) -> None:
@@ -106,14 +106,14 @@ class Replayer:
         plain = msgspec.structs.replace(source.config, scoring=msgspec.structs.replace(source.config.scoring, enabled=False))
         self.training = Training(plain, source.data)
         options = look.accountant_options(source)
-        self.written = _Written()
+        self.relay = _Relay()
         losses = {}
         for name in sets:
             held = source.data.validation[name]
             losses[name] = validation_loss(_InTurns(**vars(held), every=options["refresh"]), source.config.device)
         audit = source.config.scoring.audit_every if look.mode == "exact" else 0  # elsewhere the books would not be the run's
         self.accountant = Accountant(
-            self.training.model, self.training.optimizer, losses, audit_every=audit, ledger=self.written, **options
+            self.training.model, self.training.optimizer, losses, audit_every=audit, ledger=self.relay, **options
         )
         shelf = Shelf(source.config, source.data.tokenizer.vocab_size, self.training.model)
         self.stage = Stage(self.training.model, self.training.optimizer, shelf)
@@ -130,16 +130,16 @@ class Replayer:
         write: Write,
         tell: Tell = lambda done, total: None,
     ) -> None:
-        """Score recorded steps, each from its own place, in their order."""
-        at, self.written.to, last = [a.step for a in anchors], write, None
+        """Score recorded steps, each from its own viewpoint, in their order."""
+        at, self.relay.to, last = [a.step for a in anchors], write, None
         with torch.random.fork_rng():
             for done, recorded in enumerate(steps, 1):
-                place = place_of(recorded.step, at, mode)
-                here = self.stage.put(recorded, anchors, place)
+                view = viewpoint_of(recorded.step, at, mode)
+                here = self.stage.put(recorded, anchors, view)
                 # Random numbers of the step are known at the checkpoint alone; elsewhere dropout would only add noise of its own.
                 self.training.model.train(here)
-                self._go_to(recorded.step, fresh=last is None or (place.first, place.second) != (last.first, last.second))
-                last = place
+                self._go_to(recorded.step, fresh=last is None or (view.first, view.second) != (last.first, last.second))
+                last = view
                 self._score(recorded.ids, recorded.lr, recorded.clip)
                 tell(done, len(steps))
 
@@ -151,14 +151,14 @@ class Replayer:
         Returns:
             How far off the weights were where training came by a checkpoint; it then went on from the checkpoint itself.
         """
-        self.written.to = write
+        self.relay.to = write
         recorded, at = {r.step: r for r in self.source.steps}, [a.step for a in anchors]
         passed: list[Passed] = []
         position = -1
         self.training.model.train()
         with torch.random.fork_rng():
             for done, step in enumerate(sorted(wanted), 1):
-                anchor = anchors[place_of(step, at, "before").first]
+                anchor = anchors[viewpoint_of(step, at, "before").first]
                 jumps = anchor.step > position
                 if jumps:
                     position = anchor.step
@@ -192,7 +192,7 @@ class Replayer:
     def _go_on_from(self, anchor: Anchor) -> None:
         updates = self.stage.shelf.load(anchor).updates
         there = RecordedStep(anchor.step, self.source.steps[0].ids, 0.0, None, updates)
-        self.stage.put(there, [anchor], Place(0, None, 0.0))
+        self.stage.put(there, [anchor], Viewpoint(0, None, 0.0))
 
     def _go_to(self, step: int, fresh: bool) -> None:
         """Tell the accountant which step comes; where a run refreshes its validation gradients, and if ``fresh``, it has none."""

@@ -18,7 +18,7 @@ from inrun.ledger.schema import base_name
 from inrun.replay.compare import Closeness, compare
 from inrun.replay.replayer import Look, Passed, Replayer, Tell
 from inrun.replay.source import RecordedStep, Source
-from inrun.replay.viewpoints import Anchor, anchors_of, place_of
+from inrun.replay.viewpoints import Anchor, anchors_of, viewpoint_of
 from inrun.training.models import describe_model
 
 
@@ -60,7 +60,7 @@ def choose_steps(source: Source, look: Look, every: int = 1, limit: int | None =
         at = [a.step for a in anchors_of(source.checkpoints)]
         last = source.steps[-1].step + 1
         length = {a: -(-(b - a) // every) for a, b in zip(at, [*at[1:], max(last, at[-1])], strict=True)}
-        starts = [at[place_of(r.step, at, "before").first] for r in chosen]
+        starts = [at[viewpoint_of(r.step, at, "before").first] for r in chosen]
         chosen = [r for r, start in zip(chosen, starts, strict=True) if r.step < start + length[start]]
     if not chosen:
         raise TrainingError(
@@ -99,14 +99,14 @@ def replay(
     replayer = Replayer(source, [*sets, *check], look)
     aside = final.with_name(f".{final.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of a replay that was killed
-    records = _Records(list(sets), bool(check))
+    scribe = _Scribe(list(sets), bool(check))
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         with Ledger(aside, about=_about(source, sets, look, replayer, steps)) as ledger:
             source.data.register(ledger)
-            records.ledger = ledger
-            passed = _run(replayer, steps, anchors_of(source.checkpoints), records, tell)
-            _check_scored(records, steps)
+            scribe.ledger = ledger
+            passed = _run(replayer, steps, anchors_of(source.checkpoints), scribe, tell)
+            _check_scored(scribe, steps)
         os.replace(aside, final)
     except OSError as error:
         raise TrainingError(f"the replay cannot be written to {final}: {error}") from error
@@ -117,12 +117,12 @@ def replay(
     at = [a.step for a in anchors_of(source.checkpoints)]
     far = 0 if look.mode == "exact" else max(_distance(r.step, at, look.mode) for r in steps)
     spacing = float(np.median(np.diff(at))) if len(at) > 1 else float("nan")
-    held = [compare(source, n, steps, records.kept, look.mode, spacing, len(at), seconds) for n in check]
-    scored = len(steps) - len(records.skipped)
-    return Replayed(str(final), look.mode, list(sets), len(source.steps), scored, records.skipped, far, passed, held, seconds)
+    held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds) for n in check]
+    scored = len(steps) - len(scribe.skipped)
+    return Replayed(str(final), look.mode, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds)
 
 
-class _Records:
+class _Scribe:
     """Writes what belongs into the books, and keeps the rest for a comparison."""
 
     def __init__(self, sets: list[str], keep: bool) -> None:
@@ -143,22 +143,22 @@ class _Records:
             self.skipped[record.step] = reason
 
 
-def _run(replayer: Replayer, steps: Sequence[RecordedStep], anchors: list[Anchor], records: _Records, tell: Tell) -> list[Passed]:
+def _run(replayer: Replayer, steps: Sequence[RecordedStep], anchors: list[Anchor], scribe: _Scribe, tell: Tell) -> list[Passed]:
     if replayer.look.mode == "exact":
-        return replayer.exact([r.step for r in steps], anchors, records, tell)
-    replayer.pinned(steps, anchors, replayer.look.mode, records, tell)
+        return replayer.exact([r.step for r in steps], anchors, scribe, tell)
+    replayer.pinned(steps, anchors, replayer.look.mode, scribe, tell)
     return []
 
 
-def _check_scored(records: _Records, steps: Sequence[RecordedStep]) -> None:
-    if len(records.skipped) == len(steps):
-        step, reason = next(iter(records.skipped.items()))
+def _check_scored(scribe: _Scribe, steps: Sequence[RecordedStep]) -> None:
+    if len(scribe.skipped) == len(steps):
+        step, reason = next(iter(scribe.skipped.items()))
         raise TrainingError(f"none of the {len(steps)} steps could be scored; nothing is written. Step {step}: {reason}")
 
 
 def _distance(step: int, at: Sequence[int], mode: str) -> int:
-    place = place_of(step, at, mode)
-    ends = [place.first] if place.second is None else [place.first, place.second]
+    view = viewpoint_of(step, at, mode)
+    ends = [view.first] if view.second is None else [view.first, view.second]
     return min(abs(step - at[i]) for i in ends)
 
 

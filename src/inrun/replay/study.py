@@ -14,7 +14,7 @@ from inrun.ledger import StepRecord
 from inrun.replay.compare import Closeness, compare
 from inrun.replay.replayer import Look, Replayer
 from inrun.replay.source import RecordedStep, Source
-from inrun.replay.viewpoints import Anchor, anchors_of, place_of
+from inrun.replay.viewpoints import Anchor, anchors_of, viewpoint_of
 
 #: Called with what is looked at, steps done and steps in all.
 Tell = Callable[[str, int, int], None]
@@ -49,7 +49,7 @@ def whole_stretches(steps: Sequence[RecordedStep], anchors: Sequence[Anchor], co
     at = [a.step for a in anchors]
     parts: dict[int, list[RecordedStep]] = {}
     for recorded in steps:
-        parts.setdefault(place_of(recorded.step, at, "before").first, []).append(recorded)
+        parts.setdefault(viewpoint_of(recorded.step, at, "before").first, []).append(recorded)
     wanted = max(1, round(count * len(parts) / len(steps)))
     chosen = np.unique(((np.arange(wanted) + 0.5) * len(parts) / wanted).astype(int))
     return [recorded for i in chosen for recorded in list(parts.values())[i][:count]]

@@ -46,7 +46,7 @@ def anchors_of(checkpoints: Sequence[Checkpoint]) -> list[Anchor]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Viewpoint:
     """Where one step is looked at: at ``first``, or at ``share`` of the way from there to ``second``."""
 
     first: int
@@ -54,15 +54,15 @@ class Place:
     share: float
 
 
-def place_of(step: int, at: Sequence[int], mode: str) -> Place:
-    """Return the place of a step, given the steps of the anchors."""
+def viewpoint_of(step: int, at: Sequence[int], mode: str) -> Viewpoint:
+    """Return from where a step is looked at, given the steps of the anchors."""
     before = bisect_right(at, step) - 1
     after = before + 1 if before + 1 < len(at) else None
     if mode == "before" or after is None or at[before] == step:
-        return Place(before, None, 0.0)
+        return Viewpoint(before, None, 0.0)
     if mode == "nearest":
-        return Place(before if step - at[before] <= at[after] - step else after, None, 0.0)
-    return Place(before, after, (step - at[before]) / (at[after] - at[before]))
+        return Viewpoint(before if step - at[before] <= at[after] - step else after, None, 0.0)
+    return Viewpoint(before, after, (step - at[before]) / (at[after] - at[before]))
 
 
 @dataclass(frozen=True)
@@ -139,23 +139,23 @@ class Stage:
         self._betas: dict[nn.Parameter, tuple[float, float]] = {p: g["betas"] for p, g in groups}
 
     @torch.no_grad()
-    def put(self, recorded: RecordedStep, anchors: Sequence[Anchor], place: Place) -> bool:
+    def put(self, recorded: RecordedStep, anchors: Sequence[Anchor], view: Viewpoint) -> bool:
         """Go where a step is looked at; return whether that is the very state it was taken from."""
-        first = self.shelf.load(anchors[place.first])
-        second = None if place.second is None else self.shelf.load(anchors[place.second])
+        first = self.shelf.load(anchors[view.first])
+        second = None if view.second is None else self.shelf.load(anchors[view.second])
         for i, parameter in enumerate(self.parameters):
             if second is None:
                 parameter.copy_(first.weights[i])
             else:
-                torch.lerp(first.weights[i], second.weights[i], place.share, out=parameter.detach())
-        here = anchors[place.first].step == recorded.step
+                torch.lerp(first.weights[i], second.weights[i], view.share, out=parameter.detach())
+        here = anchors[view.first].step == recorded.step
         if here:
-            self._put_random(anchors[place.first], first)
-        if second is None and not first.updates and recorded.updates and place.first + 1 < len(anchors):
+            self._put_random(anchors[view.first], first)
+        if second is None and not first.updates and recorded.updates and view.first + 1 < len(anchors):
             # The beginning knows nothing of moments; the scale of gradients is the next checkpoint's rather than none at all.
-            self._put_moments(self.shelf.load(anchors[place.first + 1]), None, 0.0, recorded.updates)
+            self._put_moments(self.shelf.load(anchors[view.first + 1]), None, 0.0, recorded.updates)
         else:
-            self._put_moments(first, second, place.share, recorded.updates)
+            self._put_moments(first, second, view.share, recorded.updates)
         return here
 
     @staticmethod

@@ -59,7 +59,8 @@ class Model(Part, frozen=True):
     layers: int = 12
     heads: int = 12
     dropout: float = 0.0
-    tied: bool = True
+    #: Whether head and token table share one weight; null leaves it to the model type.
+    tied: bool | None = True
     #: More options of the transformers config, by its own names.
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 

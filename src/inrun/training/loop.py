@@ -25,8 +25,9 @@ from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
+from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses
 from inrun.training.metrics import Metrics
-from inrun.training.models import build_model, decay_groups, describe_model, mean_loss, row_losses, token_losses
+from inrun.training.models import build_model, decay_groups, describe_model
 from inrun.training.order import Ids, Order
 from inrun.training.prepare import Held, Prepared
 
@@ -74,7 +75,7 @@ def validation_loss(held: Held, device: str) -> Any:
     """Return the loss of a validation set as the accountant takes it: of the model and the step."""
     if held.settings.folds > 1:
         return folds(lambda model, step: row_losses(model, held.rows(step, device)), held.settings.folds)
-    return lambda model, step: mean_loss(model, held.rows(step, device))
+    return lambda model, step: next_token_loss(model, held.rows(step, device))
 
 
 class Training:
@@ -183,7 +184,7 @@ class Training:
 
     def backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
         """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens."""
-        total, parts = (rows[:, 1:] >= 0).sum(), self.config.batch.accumulation
+        total, parts = (rows[:, 1:] != PADDING).sum(), self.config.batch.accumulation
         loss = 0.0
         for some, part in zip(np.array_split(ids, parts), rows.chunk(parts), strict=True):
             with observe.microbatch(some) if observe is not None else contextlib.nullcontext():
