@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inrun.errors import ConfigurationError
+from inrun.methods import METHODS, UPDATES
 from inrun.training.config import TrainConfig, load_config, make_config
 
 GIVEN = {"data": {"paths": ["corpus.jsonl"]}, "validation": {"math": {"where": {"domain": "math"}}}}
@@ -40,10 +41,23 @@ def test_overrides_and_the_resolved_file(tmp_path):
         (["optimizer.lr=fast"], ["optimizer.lr", "float"]),
         (["optimizer.lr=-1"], ["optimizer.lr is -1", "at least 0"]),
         (["optimizer.lr=.nan"], ["optimizer.lr"]),
-        (["optimizer.clip=0"], ["clip", "null"]),
+        (["optimizer.clip=0"], ["optimizer.clip is 0", "above 0, or null"]),
         (["batch.accumulation=3"], ["batch.size 16", "accumulation 3"]),
-        (["scoring.method=third"], ["scoring.method", "third"]),
-        (["later.dtype=bfloat16"], ["later.dtype", "bfloat16"]),
+        (["scoring.method=third"], ["scoring.method", "third", *METHODS]),
+        (["scoring.update=third"], ["scoring.update", "third", *UPDATES]),
+        (["later.dtype=bfloat16"], ["later.dtype is 'bfloat16'", "'float32'"]),
+        (["tokenizer.kind=words"], ["tokenizer.kind is 'words'", "'bytes' or 'folder'"]),
+        (["optimizer.lr=.inf"], ["optimizer.lr is inf", "finite"]),
+        (["optimizer.betas=[0.9, 1]"], ["optimizer.betas[1] is 1", "at least 0 and below 1"]),
+        (["optimizer.betas=[0.9]"], ["optimizer.betas is [0.9]", "length 2"]),
+        (["model.dropout=1"], ["model.dropout is 1", "at least 0 and below 1"]),
+        (["checkpoints.keep=-1"], ["checkpoints.keep is -1", "at least 0, or null"]),
+        (["threads=-1"], ["threads is -1"]),
+        (["tokenizer.vocab=100"], ["tokenizer.vocab is 100", "at least 258"]),
+        (["validation.code={split: val, rows: -1}"], ["validation.code.rows is -1", "at least 0"]),
+        (["validation.math=3"], ["validation.math is 3"]),
+        (["optimizer=3"], ["optimizer is 3"]),
+        (["validation.math.where.domain=3.5"], ["validation.math.where.domain is 3.5"]),
         (["validation.math.where={}"], ["'math'", "split, where"]),
         (["validation.math.where={colour: red}"], ["'colour'", "domain, source, owner"]),
         (["validation.math.folds=4"], ["4 folds", "rows is 1"]),
