@@ -57,7 +57,7 @@ def test_overrides_and_the_resolved_file(tmp_path):
         (["validation.code={split: val, rows: -1}"], ["validation.code.rows is -1", "at least 0"]),
         (["validation.math=3"], ["validation.math is 3"]),
         (["optimizer=3"], ["optimizer is 3"]),
-        (["validation.math.where.domain=3.5"], ["validation.math.where.domain is 3.5"]),
+        (["validation.math.where.domain=3.5"], ["validation.math.where is", "3.5"]),
         (["validation.math.where={}"], ["'math'", "split, where"]),
         (["validation.math.where={colour: red}"], ["'colour'", "domain, source, owner"]),
         (["validation.math.folds=4"], ["4 folds", "rows is 1"]),

@@ -259,7 +259,7 @@ def _locate(path: str, given: Any) -> tuple[str, Any, Type]:
         if isinstance(kind, StructType) and name:
             kind = next(field.type for field in kind.fields if field.name == name)
             key: Any = name
-        elif isinstance(kind, DictType):
+        elif isinstance(kind, DictType) and isinstance(kind.value_type, StructType):
             key, kind = _wrong_key(given, kind.value_type), kind.value_type
         elif isinstance(kind, TupleType):
             key, kind = int(place), kind.item_types[int(place)]
@@ -270,15 +270,14 @@ def _locate(path: str, given: Any) -> tuple[str, Any, Type]:
     return found.lstrip("."), given, kind
 
 
-def _wrong_key(values: Mapping[str, Any], kind: Type) -> str:
+def _wrong_key(values: Mapping[str, Any], kind: StructType) -> str:
     """Return the first key whose value is not of a kind."""
     for key, value in values.items():
         try:
-            if isinstance(kind, StructType):
-                msgspec.convert(value, kind.cls, strict=False)
+            msgspec.convert(value, kind.cls, strict=False)
         except msgspec.ValidationError:
             return str(key)
-    return str(next(iter(values)))
+    raise AssertionError("all values are of the kind")
 
 
 def _without_none(kind: Type) -> Type:
