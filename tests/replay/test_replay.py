@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_train import corpus, settings
 
 import inrun
 from inrun.cli.main import main
@@ -26,6 +25,7 @@ from inrun.replay.viewpoints import MODES, Viewpoint, anchors_of, viewpoint_of
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
 from inrun.training.session import train
+from small_run import corpus, settings
 
 #: Clipping that bites, warm-up, two microbatches, a set in folds, decay on matrices only; dropout where a test wants it.
 HARD = {"optimizer": {"clip": 0.3, "weight_decay": 0.2}, "batch": {"accumulation": 2}}

@@ -69,10 +69,13 @@ class _Relay:
     """Hands records on; the accountant needs no more of a ledger."""
 
     def __init__(self) -> None:
-        self.to: Write = lambda record: None
+        self._to: Write = lambda record: None
+
+    def send_to(self, write: Write) -> None:
+        self._to = write
 
     def write(self, record: StepRecord) -> None:
-        self.to(record)
+        self._to(record)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Replayer:
         tell: Tell = lambda done, total: None,
     ) -> None:
         """Score recorded steps, each from its own viewpoint, in their order."""
-        at, self.relay.to, last = [a.step for a in anchors], write, None
+        self.relay.send_to(write)
+        at, last = [a.step for a in anchors], None
         with torch.random.fork_rng():
             for done, recorded in enumerate(steps, 1):
                 view = viewpoint_of(recorded.step, at, mode)
@@ -151,7 +155,7 @@ class Replayer:
         Returns:
             How far off the weights were where training came by a checkpoint; it then went on from the checkpoint itself.
         """
-        self.relay.to = write
+        self.relay.send_to(write)
         recorded, at = {r.step: r for r in self.source.steps}, [a.step for a in anchors]
         passed: list[Passed] = []
         position = -1
@@ -185,7 +189,7 @@ class Replayer:
             self._go_to(step, fresh)
             self._score(ids, lr, None)
         else:
-            self._set_lr(lr)
+            self.training.set_lr(lr)
             with self.accountant.suspended():
                 self._train(ids, None, None)
 
@@ -204,13 +208,9 @@ class Replayer:
         a.load_state_dict(state)
 
     def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
-        self._set_lr(lr)  # before the step opens: lookahead moves by it
+        self.training.set_lr(lr)  # before the step opens: lookahead moves by it
         with self.accountant.step() as observe:
             self._train(ids, clip, observe)
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.training.optimizer.param_groups:
-            group["lr"] = lr
 
     def _train(self, ids: Ids, clip: float | None, observe: Any) -> None:
         """Take a step as training does; with a clip factor that is known, instead of one that is measured here."""

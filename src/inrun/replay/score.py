@@ -99,12 +99,11 @@ def replay(
     replayer = Replayer(source, [*sets, *check], look)
     aside = final.with_name(f".{final.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of a replay that was killed
-    scribe = _Scribe(list(sets), bool(check))
     try:
         aside.parent.mkdir(parents=True, exist_ok=True)
         with Ledger(aside, about=_about(source, sets, look, replayer, steps)) as ledger:
             source.data.register(ledger)
-            scribe.ledger = ledger
+            scribe = _Scribe(ledger, list(sets), bool(check))
             passed = _run(replayer, steps, anchors_of(source.checkpoints), scribe, tell)
             _check_scored(scribe, steps)
         os.replace(aside, final)
@@ -125,14 +124,12 @@ def replay(
 class _Scribe:
     """Writes what belongs into the books, and keeps the rest for a comparison."""
 
-    def __init__(self, sets: list[str], keep: bool) -> None:
-        self.sets, self.keep = sets, keep
+    def __init__(self, ledger: Ledger, sets: list[str], keep: bool) -> None:
+        self.ledger, self.sets, self.keep = ledger, sets, keep
         self.kept: dict[int, StepRecord] = {}
         self.skipped: dict[int, str] = {}
-        self.ledger: Ledger | None = None
 
     def __call__(self, record: StepRecord) -> None:
-        assert self.ledger is not None
         accounts = [row for row in record.accounts if base_name(row["validation"]) in self.sets]
         values = {label: x for label, x in record.contributions.items() if base_name(label) in self.sets}
         self.ledger.write(StepRecord(record.step, record.sample_ids, values, accounts))
