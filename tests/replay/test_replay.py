@@ -16,12 +16,13 @@ import inrun
 from inrun.cli.main import main
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.ledger.verify import verify
+from inrun.replay import PINNED
 from inrun.replay.compare import correlation, ranks
 from inrun.replay.replayer import Look, Replayer
 from inrun.replay.score import choose_steps, replay
 from inrun.replay.source import open_source
 from inrun.replay.study import sampled_steps, study, thinnings, whole_stretches
-from inrun.replay.viewpoints import MODES, Viewpoint, anchors_of, viewpoint_of
+from inrun.replay.viewpoints import Viewpoint, anchors_of, viewpoint_of
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
 from inrun.training.session import train
@@ -184,7 +185,7 @@ def test_places():
     assert viewpoint_of(14, at, "before") == Viewpoint(1, None, 0.0)
     assert viewpoint_of(14, at, "nearest") == Viewpoint(1, None, 0.0) and viewpoint_of(21, at, "nearest") == Viewpoint(2, None, 0.0)
     assert viewpoint_of(15, at, "interpolate") == Viewpoint(1, 2, 0.25)
-    for mode in MODES:
+    for mode in PINNED:
         assert viewpoint_of(10, at, mode) == Viewpoint(1, None, 0.0) and viewpoint_of(99, at, mode) == Viewpoint(2, None, 0.0)
 
 

@@ -12,6 +12,7 @@ import click
 
 from inrun.errors import ConfigurationError
 from inrun.methods import METHODS, UPDATES
+from inrun.replay import MODES
 
 
 @click.command(
@@ -34,7 +35,7 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
     "mode",
     default="exact",
     show_default=True,
-    type=click.Choice(["exact", "interpolate", "nearest", "before"]),
+    type=click.Choice(MODES),
     help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
 )
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
@@ -83,7 +84,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     sets = _check_sets(source, options["check_set"], options["check"] or not new, everything=not new)
     with progress(quiet, patience=10.0) as tell:
         if not new:
-            lines = study(source, sets, ["exact", "interpolate", "nearest", "before"], options["check_steps"], look, tell)
+            lines = study(source, sets, MODES, options["check_steps"], look, tell)
             click.echo(json.dumps({"run": run, "study": [c.as_dict() for c in lines]})) if as_json else print_study(lines)
             return
         steps = choose_steps(source, look, options["every"], options["limit_steps"])

@@ -1,4 +1,4 @@
-"""`inrun train`: pretrain with scores."""
+"""`inrun train` and `inrun demo`: pretrain with scores."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ import torch
 from inrun.engine import Accountant
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
+from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
-from inrun.replay.viewpoints import MODES, Anchor, Shelf, Stage, Viewpoint, viewpoint_of
+from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of
 from inrun.training.loop import Training, lr_at, validation_loss
 from inrun.training.order import Ids
 from inrun.training.prepare import Held
@@ -35,7 +36,7 @@ Write = Callable[[StepRecord], None]
 class Look:
     """How a run is looked back at. None takes what the run itself was scored with."""
 
-    #: One of :data:`inrun.replay.viewpoints.MODES`, or "exact".
+    #: One of :data:`inrun.replay.MODES`.
     mode: str = "exact"
     method: str | None = None
     update: str | None = None
@@ -99,8 +100,8 @@ class Replayer:
 
     def __init__(self, source: Source, sets: Sequence[str], look: Look) -> None:
         """Make the model; :meth:`close` lets go of it."""
-        if look.mode not in (*MODES, "exact"):
-            raise ConfigurationError(f"a step cannot be looked at from {look.mode!r}; accepted are {', '.join(MODES)} and exact")
+        if look.mode not in MODES:
+            raise ConfigurationError(f"a step cannot be looked at from {look.mode!r}; accepted are {', '.join(MODES)}")
         unknown = [name for name in sets if name not in source.data.validation]
         if unknown or not sets:
             what = f"no validation set {unknown[0]!r}" if unknown else "no validation set to score"

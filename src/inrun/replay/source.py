@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from inrun.corpus.build import Tell
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.ledger import Ledger
 from inrun.ledger.schema import base_name
@@ -21,7 +22,7 @@ from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoi
 from inrun.training.config import TrainConfig, ValidationSet, load_config, make_config
 from inrun.training.loop import lr_at
 from inrun.training.order import Ids, Order
-from inrun.training.prepare import Prepared, Tell, prepare, tokenizer_of
+from inrun.training.prepare import Prepared, prepare, tokenizer_of
 
 log = logging.getLogger("inrun")
 Floats = npt.NDArray[np.float32]
@@ -96,7 +97,7 @@ def open_source(
     if checkpoints[-1].state["data"] != data.chunks.store.fingerprint:
         raise TrainingError(
             f"the documents in {', '.join(config.data.paths)}, or how they are read, have changed since {folder} was trained: "
-            "sample ids would mean other samples. Give the files of then with --data"
+            "sample ids would mean other samples. Give the original files with --data"
         )
     if (folder / "run.json").exists():
         reader = Ledger.open(folder)
@@ -122,7 +123,7 @@ def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]
     config = load_config(folder / "config.yaml")
     taken = [name for name in new if name in config.validation]
     if taken:
-        raise ConfigurationError(f"{folder} has a validation set {taken[0]!r} already; name the new one otherwise: NAME=FILE")
+        raise ConfigurationError(f"{folder} has a validation set {taken[0]!r} already; give the new one another name: NAME=FILE")
     given: dict[str, Any] = msgspec.to_builtins(config)
     given["run"] = str(folder)
     given["validation"] |= {name: msgspec.to_builtins(settings) for name, settings in new.items()}

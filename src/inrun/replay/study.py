@@ -67,7 +67,7 @@ def study(
 
     Args:
         source: The run.
-        sets: Validation sets that were scored live; the rows of every step are those of then.
+        sets: Validation sets that were scored live; every step takes the same rows as it did then.
         modes: From where steps are looked at. "exact" is done once: fewer checkpoints would only make it longer.
         count: About how many steps to compare; live scores are added up over the same ones.
         look: Method and update; those of the run by default.

@@ -26,14 +26,13 @@ from inrun.training.checkpoint import Checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.models import build_model, decay_groups
 
-MODES = ("before", "nearest", "interpolate")
 #: Adam's moments, and which of the betas each decays by.
 MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A state of the run that can be had again: a checkpoint, or (None) the beginning by the seed."""
+    """A state of the run that can be restored: a checkpoint, or (None) the beginning, which the seed gives."""
 
     step: int
     checkpoint: Checkpoint | None

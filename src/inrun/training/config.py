@@ -61,7 +61,7 @@ class Model(Part, frozen=True):
 
     #: "gpt", or a model type of transformers (gpt2, gpt_neox, llama ...).
     type: str = "gpt"
-    #: A local folder: with a transformers config.json (``type`` is then any but gpt), or for gpt a checkpoint of such a run.
+    #: A local folder: with a config.json of transformers (``type`` is then any but gpt), or for gpt a checkpoint of such a run.
     path: str | None = None
     #: Begin with the weights in ``path`` (safetensors) instead of random ones.
     pretrained: bool = False
@@ -140,7 +140,7 @@ class Checkpoints(Part, frozen=True):
 
 
 class Logging(Part, frozen=True):
-    """What is said, and where."""
+    """What is reported, and where."""
 
     #: Steps between lines of metrics.jsonl.
     every: Count = 10

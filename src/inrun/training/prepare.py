@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.corpus.build import Tell
 from inrun.corpus.chunks import Chunks, select
 from inrun.corpus.documents import Fields, Problems, read_documents
 from inrun.corpus.store import TokenStore, build_store
@@ -21,8 +22,6 @@ from inrun.training.config import TrainConfig, ValidationSet
 from inrun.training.order import Ids, draw
 
 log = logging.getLogger("inrun")
-#: Called with bytes done, bytes in all, documents done.
-Tell = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
