@@ -20,8 +20,11 @@ ALLOWED = {
     "fidelity": {"fidelity", "engine", "truth", "errors"},
     "ledger": {"ledger", "errors"},
     "report": {"report", "ledger", "errors"},
-    "training": {"training", "engine", "ledger", "errors"},
-    "experiments": {"experiments", "fidelity", "truth", "training", "engine", "errors"},
+    "corpus": {"corpus", "ledger", "files", "errors"},
+    "training": {"training", "corpus", "engine", "methods", "ledger", "files", "errors"},
+    "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
+    "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
+    "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
     "bench": {"bench", "engine", "layers", "training", "errors"},
 }
 NO_TORCH = {"ledger", "report"}

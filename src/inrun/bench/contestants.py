@@ -9,9 +9,10 @@ import torch
 import torch.nn.attention
 from torch import Tensor, nn
 
-from inrun.bench.shape import Shape, loss_of
+from inrun.bench.shape import Shape
 from inrun.engine import Accountant
 from inrun.layers.layout import scratch_bytes
+from inrun.training.loss import next_token_loss
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def plain(rows: Callable[[Shape], int]) -> Callable[[Shape], tuple[Callable[[int
         optimizer = shape.make_optimizer(model)
 
         def step(number: int) -> None:
-            loss_of(model, shape.rows(rows(shape), number)).backward()
+            next_token_loss(model, shape.rows(rows(shape), number)).backward()
             _update(shape, model, optimizer)
 
         return step, lambda: _held(model, optimizer)
@@ -62,12 +63,12 @@ def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Calla
         model = shape.build()
         optimizer = shape.make_optimizer(model)
         validation = shape.rows(shape.validation_rows, -1)
-        accountant = Accountant(model, optimizer, lambda m: loss_of(m, validation), method=method, update=update, form=form)
+        accountant = Accountant(model, optimizer, lambda m: next_token_loss(m, validation), method=method, update=update, form=form)
 
         def step(number: int) -> None:
             rows = shape.rows(shape.batch, number)
             with accountant.step(range(number * shape.batch, (number + 1) * shape.batch)):
-                loss_of(model, rows).backward()
+                next_token_loss(model, rows).backward()
                 _update(shape, model, optimizer)
 
         return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
@@ -84,10 +85,10 @@ def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int
 
     def step(number: int) -> None:
         rows = shape.rows(shape.batch, number)
-        directions = torch.autograd.grad(loss_of(model, validation), parameters)
+        directions = torch.autograd.grad(next_token_loss(model, validation), parameters)
         scores = []
         for row in rows.split(1):
-            grads = torch.autograd.grad(loss_of(model, row) / len(rows), parameters)
+            grads = torch.autograd.grad(next_token_loss(model, row) / len(rows), parameters)
             scores.append(torch.stack([(g * v).sum() for g, v in zip(grads, directions, strict=True)]).sum())
             for p, g in zip(parameters, grads, strict=True):
                 p.grad = g if p.grad is None else p.grad.add_(g)
@@ -106,13 +107,13 @@ def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
     parameters = list(names.values())
 
     def sample_loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
-        return loss_of(_Functional(model, values), row.unsqueeze(0))  # type: ignore[arg-type]
+        return next_token_loss(_Functional(model, values), row.unsqueeze(0))  # type: ignore[arg-type]
 
     per_sample = torch.func.vmap(torch.func.grad(sample_loss), in_dims=(None, 0))
 
     def step(number: int) -> None:
         rows = shape.rows(shape.batch, number)
-        directions = torch.autograd.grad(loss_of(model, validation), parameters)
+        directions = torch.autograd.grad(next_token_loss(model, validation), parameters)
         # The fused attention kernels have no batching rule; without this vmap would loop over samples.
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             grads = per_sample({n: p.detach() for n, p in names.items()}, rows)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inrun.errors import ConfigurationError
-from inrun.training.gpt import GPT, GPTConfig
+from inrun.training.config import Model
+from inrun.training.models import build_model
 
 OPTIMIZERS = ("sgd", "adamw")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -49,12 +51,20 @@ class Shape:
     def build(self) -> nn.Module:
         """Make the model, the same for every call."""
         torch.manual_seed(self.seed)
-        made = self._gpt() if self.model == "gpt" else _from_transformers(self)
-        return made.to(self.device, DTYPES[self.dtype])
+        model = build_model(self._described(), self.vocab)
+        size = self.vocab if self.model == "gpt" else model.config.vocab_size  # type: ignore[union-attr]
+        if size != self.vocab:
+            raise ConfigurationError(f"--vocab is {self.vocab}, the config has vocab_size {size}")
+        return model.to(self.device, DTYPES[self.dtype])
 
-    def _gpt(self) -> nn.Module:
-        config = GPTConfig(self.vocab, self.context, self.width, self.layers, self.heads, tied=self.tied)
-        return GPT(config)
+    def _described(self) -> Model:
+        """Return what `inrun train` would be told of the model: "gpt", a model type of transformers, or a path to its config."""
+        sizes = Model(context=self.context, width=self.width, layers=self.layers, heads=self.heads)
+        if self.model == "gpt":
+            return msgspec.structs.replace(sizes, tied=self.tied)
+        if os.path.exists(self.model):
+            return msgspec.structs.replace(sizes, type="transformers", path=self.model, tied=None)
+        return msgspec.structs.replace(sizes, type=self.model, tied=None)
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Make the optimizer."""
@@ -70,43 +80,3 @@ class Shape:
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self)
-
-
-def _from_transformers(shape: Shape) -> nn.Module:
-    """Build a causal language model from a transformers model type, or a folder or file with its config."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigurationError("models other than gpt need transformers: pip install inrun[hf]") from error
-    import os
-
-    sizes = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "max_position_embeddings": max(shape.context, 8),
-    }
-    if os.path.exists(shape.model):
-        config = AutoConfig.from_pretrained(shape.model, local_files_only=True)
-    else:
-        try:
-            config = AutoConfig.for_model(shape.model, **sizes)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"model is {shape.model!r}; accepted are gpt, a transformers model type (gpt2, llama, ...) or a config path"
-            ) from error
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    if shape.vocab != config.vocab_size:
-        raise ConfigurationError(f"--vocab is {shape.vocab}, the config has vocab_size {config.vocab_size}")
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
-
-
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return the mean next-token loss of token rows, for our GPT and for models of transformers."""
-    out = model(rows[:, :-1])
-    logits = out if isinstance(out, Tensor) else out.logits
-    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

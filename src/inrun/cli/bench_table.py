@@ -2,29 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from inrun.bench.measure import Result
 from inrun.bench.shape import Shape
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("bench", total=1)
-
-        def tell(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name, completed=done, total=total)
-
-        yield tell
 
 
 def print_table(shape: Shape, results: list[Result], rounds: int) -> None:

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from inrun.cli.text import printable
+from inrun.demo.planted import VIEW, Found, find_planted
+from inrun.demo.texts import COPY, NOISE, SCRAMBLED
 from inrun.ledger import SIGN, Ledger, LedgerReader, Summary, summarise
 from inrun.ledger.queries import extremes, groups
-from inrun.training.corpus import COPY, NOISE, SCRAMBLED
-from inrun.training.demo import VIEW, Found, find_planted
 from inrun.training.loop import Result
 
 

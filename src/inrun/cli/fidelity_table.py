@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from inrun.experiments.fidelity import Cell, FidelityConfig, as_data, tabulate
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("training", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def print_table(config: FidelityConfig, cells: list[Cell]) -> None:

@@ -63,7 +63,8 @@ def bench(
     from inrun.bench.contestants import entries
     from inrun.bench.measure import measure
     from inrun.bench.shape import Shape
-    from inrun.cli.bench_table import print_table, progress
+    from inrun.cli.bench_table import print_table
+    from inrun.cli.progress import progress
 
     if threads:
         torch.set_num_threads(threads)
@@ -123,7 +124,8 @@ def fidelity(out: str | None, as_json: bool, **options: Any) -> None:
 
     The truth plays the next step out for many coalitions of the batch, with the real optimizer and the real loss.
     """
-    from inrun.cli.fidelity_table import print_table, progress, save
+    from inrun.cli.fidelity_table import print_table, save
+    from inrun.cli.progress import progress
     from inrun.experiments.fidelity import FidelityConfig, as_data, run_fidelity
 
     config = FidelityConfig(**options)

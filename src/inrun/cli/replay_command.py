@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from inrun.errors import ConfigurationError
+from inrun.methods import METHODS, UPDATES
+from inrun.replay import MODES
 
 
 @click.command(
@@ -33,12 +35,12 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
     "mode",
     default="exact",
     show_default=True,
-    type=click.Choice(["exact", "interpolate", "nearest", "before"]),
+    type=click.Choice(MODES),
     help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
 )
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
-@click.option("--method", type=click.Choice(["first", "lookahead", "second", "midpoint"]), help="Default: the run's.")
-@click.option("--update", type=click.Choice(["auto", "sgd", "frozen", "secant"]), help="Default: the run's.")
+@click.option("--method", type=click.Choice(list(METHODS)), help="Default: the run's.")
+@click.option("--update", type=click.Choice(UPDATES), help="Default: the run's.")
 @click.option("--refresh", type=click.IntRange(1), metavar="K", help="Steps that share a validation gradient (first, lookahead).")
 @click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="K", help="Replay one step in K.")
 @click.option("--limit-steps", type=click.IntRange(1), metavar="N", help="Replay the first N steps only.")
@@ -59,13 +61,14 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     the run itself to rounding. The others look at every step from a saved state, and are guesses: see how good they are by
     `inrun replay RUN` alone.
     """
-    from inrun.cli.replay_table import print_replayed, print_study, progress
+    from inrun.cli.progress import progress
+    from inrun.cli.replay_table import print_replayed, print_study
     from inrun.cli.train_progress import reading_bar
-    from inrun.training.replay import choose_steps
-    from inrun.training.replay import replay as run_replay
-    from inrun.training.replay_engine import Look
-    from inrun.training.replay_source import open_source
-    from inrun.training.replay_study import study
+    from inrun.replay.replayer import Look
+    from inrun.replay.score import choose_steps
+    from inrun.replay.score import replay as run_replay
+    from inrun.replay.source import open_source
+    from inrun.replay.study import study
 
     if exact and mode != "exact":
         raise ConfigurationError(f"--exact and --from {mode} are two different ways; give one of them")
@@ -79,9 +82,9 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     _set_threads(options["threads"], source)
     look = Look(mode, options["method"], options["update"], options["refresh"])
     sets = _check_sets(source, options["check_set"], options["check"] or not new, everything=not new)
-    with progress(quiet) as tell:
+    with progress(quiet, patience=10.0) as tell:
         if not new:
-            lines = study(source, sets, ["exact", "interpolate", "nearest", "before"], options["check_steps"], look, tell)
+            lines = study(source, sets, MODES, options["check_steps"], look, tell)
             click.echo(json.dumps({"run": run, "study": [c.as_dict() for c in lines]})) if as_json else print_study(lines)
             return
         steps = choose_steps(source, look, options["every"], options["limit_steps"])

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import click
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from inrun.cli.text import printable
-from inrun.training.replay import Replayed
-from inrun.training.replay_compare import Closeness
-
-#: Seconds between plain lines.
-PATIENCE = 10.0
-
-
-@contextlib.contextmanager
-def progress(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """Show how far a replay is: a bar on a terminal, plain lines elsewhere; on standard error."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda what, done, total: None
-    elif console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("replaying", total=None)
-            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-    else:
-        yield _lines()
-
-
-def _lines() -> Callable[[str, int, int], None]:
-    shown = time.monotonic()
-
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= PATIENCE:
-            shown = time.monotonic()
-            click.echo(f"{what}: step {done}/{total}", file=sys.stderr)
-
-    return tell
+from inrun.replay.compare import Closeness
+from inrun.replay.score import Replayed
 
 
 def print_study(lines: Sequence[Closeness]) -> None:

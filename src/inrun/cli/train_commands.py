@@ -1,4 +1,4 @@
-"""`inrun train`: pretrain with scores."""
+"""`inrun train` and `inrun demo`: pretrain with scores."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def demo(run: str, steps: int, as_json: bool) -> None:
     """
     from inrun.cli.demo_story import findings, tell_story
     from inrun.cli.train_progress import training_line
-    from inrun.training.demo import DemoConfig, run_demo
+    from inrun.demo.run import DemoConfig, run_demo
 
     stop = Stop()
     first: dict[str, float] = {}

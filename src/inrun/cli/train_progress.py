@@ -1,21 +1,18 @@
-"""How a run looks while it trains: one live line on a terminal, plain lines elsewhere. All of it on standard error."""
+"""How a run looks while it reads its data and trains."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import time
 from collections.abc import Callable, Iterator
 
-import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from inrun.cli.progress import progress
 from inrun.cli.text import printable
 from inrun.training.loop import Status
 
-#: Seconds between plain lines at the beginning; they grow apart as the run goes on.
+#: Seconds between plain lines at the beginning.
 PATIENCE = 2.0
 
 
@@ -34,40 +31,20 @@ def describe(status: Status) -> str:
 @contextlib.contextmanager
 def training_line(quiet: bool = False) -> Iterator[Callable[[Status], None]]:
     """Show where training stands."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda status: None
-    elif console.is_terminal:
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda s: bar.update(task, completed=s.step, total=s.steps, description=describe(s))
-    else:
-        yield _lines()
-
-
-def _lines() -> Callable[[Status], None]:
-    began = shown = time.monotonic()
-    last = -1
-
-    def tell(status: Status) -> None:
-        nonlocal shown, last
-        now = time.monotonic()
-        due = now - shown >= max(PATIENCE, 0.05 * (now - began)) or status.step in (1, status.steps)
-        if due and status.step != last:
-            shown, last = now, status.step
-            click.echo(f"step {status.step}/{status.steps}: {describe(status)}", file=sys.stderr)
-
-    return tell
+    columns = (
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+    )
+    line = "step {1}/{2}: {0}".format
+    with progress(quiet, columns=columns, stays=True, patience=PATIENCE, line=line) as tell:
+        yield lambda status: tell(describe(status), status.step, status.steps)
 
 
 @contextlib.contextmanager
 def reading_bar(quiet: bool = False) -> Iterator[Callable[[int, int, int], None]]:
     """Show how far documents are tokenised."""
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda done, total, documents: bar.update(
-            task, completed=done, total=total, description=f"tokenising, {documents:,} documents"
-        )
+    with progress(quiet, columns=columns) as tell:
+        yield lambda done, total, documents: tell(f"tokenising, {documents:,} documents", done, total)

@@ -7,22 +7,28 @@ next step is played out with the real optimizer and the real loss, for every met
 from __future__ import annotations
 
 import functools
+import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from inrun.corpus.python_texts import pieces_of
 from inrun.errors import ConfigurationError
-from inrun.experiments.python_bytes import as_tokens, demo_corpus
 from inrun.fidelity import CHOICES, FidelityReport, fidelity
-from inrun.training.gpt import GPT, GPTConfig, next_token_loss
+from inrun.training.config import Model
+from inrun.training.loss import next_token_loss, row_losses
+from inrun.training.models import build_model
 
 #: What is tried on the SGD game.
 SGD_CHOICES = (("first", "sgd"), ("second", "sgd"), ("midpoint", "sgd"))
+#: Domains of the text, and how many pieces of one text are taken at most.
+DOMAINS = {"reference": 4, "code": 6, "tables": 6}
+#: Domains that validation rows are taken from, and rows that are held out of every domain.
+VALIDATED, HELD_OUT = ("reference", "code"), 16
 
 
 @dataclass(frozen=True)
@@ -62,15 +68,45 @@ class Cell:
     report: FidelityReport
 
 
+def _cut_bytes(text: str, size: int) -> Iterator[bytes]:
+    data = text.encode()
+    return (data[start : start + size] for start in range(0, len(data) - size, size))
+
+
+def byte_rows(size: int, per_domain: int, noise: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return rows of bytes of the Python installation's text, with some of noise among them, and held-out rows by domain.
+
+    Args:
+        size: Bytes of a row.
+        per_domain: Rows of each domain to train on.
+        noise: Rows of random bytes.
+        seed: Of everything that is drawn.
+
+    Returns:
+        Tokens ``[n, size]`` in random order, and ``[16, size]`` for each domain that is validated.
+    """
+    generator = random.Random(seed)  # noqa: S311 - not for secrets
+    rows: list[bytes] = []
+    held_out: dict[str, Tensor] = {}
+    for domain, most in DOMAINS.items():
+        found = [piece.content for piece in pieces_of(domain, functools.partial(_cut_bytes, size=size), most)]
+        chosen = generator.sample(found, min(len(found), per_domain + HELD_OUT))
+        rows += chosen[HELD_OUT:]
+        if domain in VALIDATED:
+            held_out[domain] = _as_tokens(chosen[:HELD_OUT])
+    apart = random.Random(seed)  # noqa: S311 - not for secrets
+    rows += [apart.randbytes(size) for _ in range(noise)]
+    generator.shuffle(rows)
+    return _as_tokens(rows), held_out
+
+
+def _as_tokens(rows: list[bytes]) -> Tensor:
+    return torch.tensor([list(row) for row in rows])
+
+
 def sample_losses_of(rows: Tensor) -> Callable[[nn.Module], Tensor]:
     """Return each row's part of the mean next-token loss of a batch."""
-
-    def losses(model: nn.Module) -> Tensor:
-        logits = model(rows[:, :-1])
-        tokens = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-        return tokens.view(len(rows), -1).mean(1) / len(rows)
-
-    return losses
+    return lambda model: row_losses(model, rows) / len(rows)
 
 
 def _validation_loss(rows: Tensor, model: nn.Module) -> Tensor:
@@ -92,13 +128,13 @@ def run_fidelity(config: FidelityConfig, tell: Callable[[str, int, int], None] =
     games = len(config.lrs) if config.proxy else 1
     total, done = len(runs) * len(config.steps) * games, 0
     for seed, lr in runs:
-        samples, held_out = demo_corpus(config.context + 1, 600, 60, seed)
-        tokens = as_tokens(samples)
+        tokens, held_out = byte_rows(config.context + 1, 600, 60, seed)
         # The same number of rows of each held-out domain.
         each = max(1, config.validation_rows // len(held_out))
-        validation = torch.cat([as_tokens(rows)[:each] for rows in held_out.values()])
+        validation = torch.cat([rows[:each] for rows in held_out.values()])
         torch.manual_seed(seed)
-        model = GPT(GPTConfig(256, config.context, config.width, config.layers, config.heads)).double()
+        sizes = Model(context=config.context, width=config.width, layers=config.layers, heads=config.heads)
+        model = build_model(sizes, 256).double()
         optimizer = _optimizer(replace(config, optimizer="adamw") if config.proxy else config, model, lr)
         order = torch.Generator().manual_seed(seed)
         for step in range(max(config.steps) + 1):

@@ -168,7 +168,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def whole_checkpoints(run: Path) -> Iterator[Checkpoint]:
-    """Give the checkpoints that can be read, newest first; damaged ones are said and passed over."""
+    """Give the checkpoints that can be read, newest first; damaged ones are reported and skipped."""
     for folder in reversed(checkpoints_of(run)):
         try:
             yield read_checkpoint(folder)

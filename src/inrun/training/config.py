@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import difflib
-import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
+from msgspec import Meta
+from msgspec.inspect import DictType, FloatType, IntType, LiteralType, NoneType, StructType, TupleType, Type, UnionType, type_info
 
 from inrun.errors import ConfigurationError
+from inrun.methods import METHODS, UPDATES
+
+_LARGEST = sys.float_info.max
+#: At least one; none or more; a number that is finite and not negative; a share of a whole.
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0, le=_LARGEST)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +53,7 @@ class Tokens(Part, frozen=True):
     #: Local vocabulary files or tokenizer folder.
     path: str | None = None
     #: Size of a vocabulary that is trained on the corpus.
-    vocab: int = 8192
+    vocab: Annotated[int, Meta(ge=258)] = 8192
 
 
 class Model(Part, frozen=True):
@@ -50,16 +61,17 @@ class Model(Part, frozen=True):
 
     #: "gpt", or a model type of transformers (gpt2, gpt_neox, llama ...).
     type: str = "gpt"
-    #: A local folder: with a transformers config.json (``type`` is then any but gpt), or for gpt a checkpoint of such a run.
+    #: A local folder: with a config.json of transformers (``type`` is then any but gpt), or for gpt a checkpoint of such a run.
     path: str | None = None
     #: Begin with the weights in ``path`` (safetensors) instead of random ones.
     pretrained: bool = False
-    context: int = 1024
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    dropout: float = 0.0
-    tied: bool = True
+    context: Count = 1024
+    width: Count = 768
+    layers: Count = 12
+    heads: Count = 12
+    dropout: Share = 0.0
+    #: Whether head and token table share one weight; null leaves it to the model type.
+    tied: bool | None = True
     #: More options of the transformers config, by its own names.
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -67,24 +79,24 @@ class Model(Part, frozen=True):
 class Optimizer(Part, frozen=True):
     """AdamW with warm-up and cosine decay, clipped by norm: the paper's recipe."""
 
-    lr: float = 6e-4
+    lr: Amount = 6e-4
     #: What the cosine ends at.
-    final_lr: float = 6e-5
-    warmup: int = 2000
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    final_lr: Amount = 6e-5
+    warmup: Whole = 2000
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Amount = 1e-8
     #: Of matrices and tables; norms and biases are not decayed.
-    weight_decay: float = 0.1
+    weight_decay: Amount = 0.1
     #: Largest norm of the gradient; None does not clip.
-    clip: float | None = 1.0
+    clip: Annotated[float, Meta(gt=0)] | None = 1.0
 
 
 class Batch(Part, frozen=True):
     """Samples of one optimizer step."""
 
-    size: int = 16
+    size: Count = 16
     #: Backwards that a step is split into; the size stays that of the step.
-    accumulation: int = 1
+    accumulation: Count = 1
 
 
 class ValidationSet(Part, frozen=True):
@@ -96,21 +108,21 @@ class ValidationSet(Part, frozen=True):
     #: Other files; the fields are those of ``data``.
     paths: list[str] = msgspec.field(default_factory=list)
     #: Samples of which the gradient is taken at every step, drawn anew each time; 0 takes all, always.
-    rows: int = 1
+    rows: Whole = 1
     #: Parts scored side by side, for standard errors; 0 or 1: none. Every part needs a row.
-    folds: int = 0
+    folds: Whole = 0
     #: The most samples that are kept of the set, drawn once; 0 keeps all.
-    limit: int = 0
+    limit: Whole = 0
 
 
 class Scoring(Part, frozen=True):
     """How samples are scored; the names are those of :class:`inrun.Accountant`."""
 
     enabled: bool = True
-    method: Literal["first", "lookahead", "second", "midpoint"] = "first"
-    update: Literal["auto", "sgd", "frozen", "secant"] = "auto"
+    method: str = "first"
+    update: str = "auto"
     quadrature: str | None = None
-    refresh: int = 1
+    refresh: Count = 1
     bitwise: bool = False
     #: Steps between audits; None audits as often as costs under one per cent, which differs from run to run.
     audit_every: int | None = 50
@@ -120,21 +132,21 @@ class Scoring(Part, frozen=True):
 class Checkpoints(Part, frozen=True):
     """Where training can go on, and what `inrun replay` looks from."""
 
-    every: int = 1000
+    every: Count = 1000
     #: Checkpoints that are kept beside the newest; None keeps all.
-    keep: int | None = 2
+    keep: Whole | None = 2
     #: Of those that would go, keep the ones at multiples of this many steps.
     keep_every: int | None = None
 
 
 class Logging(Part, frozen=True):
-    """What is said, and where."""
+    """What is reported, and where."""
 
     #: Steps between lines of metrics.jsonl.
-    every: int = 10
+    every: Count = 10
     #: Steps between evaluations of the validation sets, on at most so many samples of each.
-    evaluate_every: int = 250
-    evaluate_rows: int = 64
+    evaluate_every: Count = 250
+    evaluate_rows: Count = 64
     tensorboard: bool = False
     #: Offline: nothing leaves the machine.
     wandb: bool = False
@@ -153,10 +165,10 @@ class TrainConfig(Part, frozen=True):
     """A whole run."""
 
     run: str = "runs/train"
-    seed: int = 0
-    steps: int = 20_000
+    seed: Whole = 0
+    steps: Count = 20_000
     device: str = "cpu"
-    threads: int | None = None
+    threads: Whole | None = None
     #: What a loss or gradient that is not finite does: "stop" the run, or "skip" the step.
     nonfinite: Literal["stop", "skip"] = "stop"
     data: Data = Data()
@@ -198,7 +210,7 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
         # Not strict: YAML 1.1 reads 6e-4 as a text.
         config = msgspec.convert(given, TrainConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"the configuration is wrong: {_explain(str(error))}") from error
+        raise ConfigurationError(f"the configuration is wrong: {_explain(str(error), given)}") from error
     _check(config)
     return config
 
@@ -223,67 +235,80 @@ def _override(given: dict[str, Any], override: str) -> None:
     section[names[-1]] = value
 
 
-def _explain(message: str) -> str:
-    """Say where, and which names there are, when one is not known."""
+def _explain(message: str, given: Any) -> str:
+    """Say which option is wrong, what it was given, and what is accepted there."""
     what, _, where = message.partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
-    at = f"{path}: " if path else ""
-    if "unknown field" not in what:
-        return at + what
-    wrong, names = what.split("`")[1], _names(path)
-    near = difflib.get_close_matches(wrong, names, 1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{at}there is no option {wrong!r}{meant} Accepted are {', '.join(names)}"
+    name, value, kind = _locate(where.rstrip("`"), given)
+    if "unknown field" in what and isinstance(kind, StructType):
+        wrong, names = what.split("`")[1], [field.name for field in kind.fields]
+        near = difflib.get_close_matches(wrong, names, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else "."
+        return f"{name and f'{name}: '}there is no option {wrong!r}{meant} Accepted are {', '.join(names)}"
+    accepted = _accepted(kind)
+    if accepted and "got `" not in what:
+        return f"{name} is {value!r}; it must be {accepted}"
+    return f"{name} is {value!r}: {what}" if name else what
 
 
-def _names(path: str) -> list[str]:
-    kind: Any = TrainConfig
-    for name in [part for part in path.split(".") if part]:
-        if name.startswith("validation"):
-            return list(ValidationSet.__struct_fields__)
-        kind = next((f.type for f in msgspec.structs.fields(kind) if f.name == name), kind)
-    return list(kind.__struct_fields__)
+def _locate(path: str, given: Any) -> tuple[str, Any, Type]:
+    """Follow a path of msgspec; return it with the keys that msgspec leaves out, the value there, and what it should be."""
+    kind: Type = type_info(TrainConfig)
+    found = ""
+    for name, place in re.findall(r"\.(\w+)|\[([^\]]*)\]", path):
+        kind = _without_none(kind)
+        if isinstance(kind, StructType) and name:
+            kind = next(field.type for field in kind.fields if field.name == name)
+            key: Any = name
+        elif isinstance(kind, DictType) and isinstance(kind.value_type, StructType):
+            key, kind = _wrong_key(given, kind.value_type), kind.value_type
+        elif isinstance(kind, TupleType):
+            key, kind = int(place), kind.item_types[int(place)]
+        else:
+            break
+        found += f"[{key}]" if isinstance(key, int) else f".{key}"
+        given = given[key]
+    return found.lstrip("."), given, kind
+
+
+def _wrong_key(values: Mapping[str, Any], kind: StructType) -> str:
+    """Return the first key whose value is not of a kind."""
+    for key, value in values.items():
+        try:
+            msgspec.convert(value, kind.cls, strict=False)
+        except msgspec.ValidationError:
+            return str(key)
+    raise AssertionError("all values are of the kind")
+
+
+def _without_none(kind: Type) -> Type:
+    """Return what an option may be beside None."""
+    others = [k for k in kind.types if not isinstance(k, NoneType)] if isinstance(kind, UnionType) else [kind]
+    return others[0] if len(others) == 1 else kind
+
+
+def _accepted(kind: Type) -> str:
+    """Describe the values of an option; "" where there is no more to say than its type."""
+    inner = _without_none(kind)
+    words: list[str] = []
+    if isinstance(inner, LiteralType):
+        words = [" or ".join(repr(value) for value in inner.values)]
+    elif isinstance(inner, IntType | FloatType):
+        limits = (("at least", inner.ge), ("above", inner.gt), ("below", inner.lt), ("at most", inner.le))
+        words = ["finite" if x == _LARGEST else f"{word} {x}" for word, x in limits if x is not None]
+    return " and ".join(words) + (", or null" if words and inner is not kind else "")
 
 
 def _check(c: TrainConfig) -> None:
-    """Refuse values that would only fail later, or mean nothing."""
-    least = {
-        "steps": (c.steps, 1),
-        "model.context": (c.model.context, 1),
-        "model.width": (c.model.width, 1),
-        "model.layers": (c.model.layers, 1),
-        "model.heads": (c.model.heads, 1),
-        "batch.size": (c.batch.size, 1),
-        "batch.accumulation": (c.batch.accumulation, 1),
-        "optimizer.warmup": (c.optimizer.warmup, 0),
-        "optimizer.lr": (c.optimizer.lr, 0),
-        "optimizer.final_lr": (c.optimizer.final_lr, 0),
-        "optimizer.weight_decay": (c.optimizer.weight_decay, 0),
-        "checkpoints.every": (c.checkpoints.every, 1),
-        "checkpoints.keep": (c.checkpoints.keep or 0, 0),
-        "logging.every": (c.logging.every, 1),
-        "logging.evaluate_every": (c.logging.evaluate_every, 1),
-        "logging.evaluate_rows": (c.logging.evaluate_rows, 1),
-        "scoring.refresh": (c.scoring.refresh, 1),
-        "seed": (c.seed, 0),
-        "tokenizer.vocab": (c.tokenizer.vocab, 258),
-        "optimizer.eps": (c.optimizer.eps, 0),
-        "threads": (c.threads or 1, 1),
-    }
-    for name, (value, low) in least.items():
-        if not (math.isfinite(value) and value >= low):
-            raise ConfigurationError(f"{name} is {value}; it must be at least {low}")
-    for name, share in (("model.dropout", c.model.dropout), *(("optimizer.betas", beta) for beta in c.optimizer.betas)):
-        if not 0 <= share < 1:
-            raise ConfigurationError(f"{name} is {share}; it must be at least 0 and below 1")
+    """Refuse what no type can say: values that do not go together, and names that a registry does not know."""
+    for name, value, known in (("scoring.method", c.scoring.method, METHODS), ("scoring.update", c.scoring.update, UPDATES)):
+        if value not in known:
+            raise ConfigurationError(f"{name} is {value!r}; accepted are {', '.join(known)}")
     if not c.data.paths:
         raise ConfigurationError("data.paths is empty: give the files or folders to train on, such as data.paths=[corpus.jsonl.gz]")
     if c.batch.size % c.batch.accumulation:
         raise ConfigurationError(
             f"batch.size {c.batch.size} cannot be split into batch.accumulation {c.batch.accumulation} equal parts"
         )
-    if c.optimizer.clip is not None and not c.optimizer.clip > 0:
-        raise ConfigurationError(f"optimizer.clip is {c.optimizer.clip}; it must be above 0, or null for no clipping")
     if c.scoring.enabled and not c.validation:
         raise ConfigurationError(
             "there is no validation set, and scores say what samples did to one. Name some, such as "
@@ -303,5 +328,5 @@ def _check_validation(name: str, v: ValidationSet) -> None:
     unknown = [key for key in v.where if key not in ("domain", "source", "owner")]
     if unknown:
         raise ConfigurationError(f"validation.{name}.where: {unknown[0]!r} is not one of domain, source, owner")
-    if min(v.rows, v.folds, v.limit) < 0 or (v.folds > 1 and 0 < v.rows < v.folds):
+    if v.folds > 1 and 0 < v.rows < v.folds:
         raise ConfigurationError(f"validation.{name}: {v.folds} folds need at least as many rows per step; rows is {v.rows}")

@@ -8,6 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inrun.training.loss import next_token_loss
+
+__all__ = ["GPT", "Block", "GPTConfig", "next_token_loss"]
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -77,9 +81,3 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each token given those before it."""
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

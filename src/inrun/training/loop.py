@@ -25,8 +25,9 @@ from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
+from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses
 from inrun.training.metrics import Metrics
-from inrun.training.models import build_model, decay_groups, describe_model, mean_loss, row_losses, token_losses
+from inrun.training.models import build_model, decay_groups, describe_model
 from inrun.training.order import Ids, Order
 from inrun.training.prepare import Held, Prepared
 
@@ -74,7 +75,7 @@ def validation_loss(held: Held, device: str) -> Any:
     """Return the loss of a validation set as the accountant takes it: of the model and the step."""
     if held.settings.folds > 1:
         return folds(lambda model, step: row_losses(model, held.rows(step, device)), held.settings.folds)
-    return lambda model, step: mean_loss(model, held.rows(step, device))
+    return lambda model, step: next_token_loss(model, held.rows(step, device))
 
 
 class Training:
@@ -175,15 +176,14 @@ class Training:
 
     # One step
 
-    def _set_lr(self) -> float:
-        lr = lr_at(self.step, self.config)
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the coming step."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return lr
 
     def backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
         """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens."""
-        total, parts = (rows[:, 1:] >= 0).sum(), self.config.batch.accumulation
+        total, parts = (rows[:, 1:] != PADDING).sum(), self.config.batch.accumulation
         loss = 0.0
         for some, part in zip(np.array_split(ids, parts), rows.chunk(parts), strict=True):
             with observe.microbatch(some) if observe is not None else contextlib.nullcontext():
@@ -201,7 +201,8 @@ class Training:
         """Take one optimizer step; return its training loss."""
         ids = self.order.batch(self.step)
         rows = self.data.sample_tokens(ids, self.device)
-        self.status.lr = self._set_lr()
+        self.status.lr = lr_at(self.step, self.config)
+        self.set_lr(self.status.lr)
         with contextlib.nullcontext() if self.accountant is None else self.accountant.step() as observe:
             loss = self.backward(ids, rows, observe)
             norm = self.clip()
@@ -301,12 +302,12 @@ class Training:
             evaluated = self.step % c.logging.evaluate_every == 0
             if evaluated:
                 self.status.validation = self.evaluate()
-                timer.plain = self.plain_seconds()
+                timer.compare_with(self.plain_seconds())
             with timer.step():
                 self.status.loss = self.take_step()
             self.step += 1
             self.status.step = self.step
-            timer.show(self.status)
+            self.status.samples_per_second, self.status.overhead = timer.samples_per_second, timer.overhead
             if evaluated or self.step % c.logging.every == 0 or self.step == c.steps:
                 metrics.write(self._row(evaluated))
             tell(self.status)
@@ -339,8 +340,10 @@ class _Timer:
     """Times steps; the mean over the last few seconds is what people see."""
 
     def __init__(self, batch: int) -> None:
-        self.batch, self.plain = batch, math.nan
-        self._mean = math.nan
+        self._batch, self._plain, self._mean = batch, math.nan, math.nan
+
+    def compare_with(self, plain: float) -> None:
+        self._plain = plain
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -349,9 +352,13 @@ class _Timer:
         seconds = time.perf_counter() - began
         self._mean = seconds if math.isnan(self._mean) else 0.9 * self._mean + 0.1 * seconds
 
-    def show(self, status: Status) -> None:
-        status.samples_per_second = self.batch / self._mean
-        status.overhead = self._mean / self.plain - 1.0
+    @property
+    def samples_per_second(self) -> float:
+        return self._batch / self._mean
+
+    @property
+    def overhead(self) -> float:
+        return self._mean / self._plain - 1.0
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The model of a run: the reference GPT, or a causal language model of transformers; and its loss on padded samples."""
+"""The model of a run: the reference GPT, or a causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from inrun.errors import ConfigurationError
 from inrun.training.checkpoint import read_checkpoint
 from inrun.training.config import Model
 from inrun.training.gpt import GPT, GPTConfig
+from inrun.training.loss import logits_of
 
-#: What follows a sample that is shorter than the context.
-PADDING = -1
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout", "dropout")
 
 
@@ -33,7 +31,7 @@ def _gpt(config: Model, vocab: int) -> nn.Module:
             "model.type is gpt: model.options belong to models of transformers, and model.path, a checkpoint of such a run, goes "
             "with model.pretrained=true"
         )
-    shape = GPTConfig(vocab, config.context, config.width, config.layers, config.heads, config.dropout, config.tied)
+    shape = GPTConfig(vocab, config.context, config.width, config.layers, config.heads, config.dropout, config.tied is not False)
     model = GPT(shape)
     if config.path is not None:
         read_checkpoint(Path(config.path)).load_model(model)
@@ -63,7 +61,7 @@ def _from_transformers(config: Model, vocab: int) -> nn.Module:
     size = made.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if size < vocab:
         raise ConfigurationError(f"the tokenizer has {vocab} ids and the model a vocabulary of {size}; they do not fit together")
-    _check_causal(made, config.type)
+    _check_causal(made, config)
     return made
 
 
@@ -71,7 +69,8 @@ def _transformers_config(config: Model, vocab: int) -> Any:
     from transformers import AutoConfig
 
     if config.path is not None:
-        if not (Path(config.path) / "config.json").is_file():
+        path = Path(config.path)
+        if not (path / "config.json").is_file() and not (path.is_file() and not config.pretrained):
             raise ConfigurationError(f"model.path {config.path!r} is not a folder with a config.json")
         try:
             found = AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False, **config.options)
@@ -90,8 +89,9 @@ def _transformers_config(config: Model, vocab: int) -> Any:
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "max_position_embeddings": config.context,
-        "tie_word_embeddings": config.tied,
     }
+    if config.tied is not None:
+        sizes["tie_word_embeddings"] = config.tied
     try:
         found = AutoConfig.for_model(config.type, **{**sizes, **config.options})
     except (ValueError, KeyError, TypeError) as error:
@@ -115,49 +115,19 @@ def _set_dropout(found: Any, config: Model) -> None:
 
 
 @torch.no_grad()
-def _check_causal(model: nn.Module, kind: str) -> None:
+def _check_causal(model: nn.Module, config: Model) -> None:
     """Refuse a model whose first positions see the last: its loss would read the answer, and padding."""
-    one, other = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0, 0, 0, 1]])
+    one = torch.zeros(1, min(4, config.context), dtype=torch.long)
+    other = one.clone()
+    other[0, -1] = 1
     model.eval()
     same = torch.allclose(logits_of(model, one)[:, :-1], logits_of(model, other)[:, :-1], atol=1e-5)
     model.train()
     if not same:
         raise ConfigurationError(
-            f"model.type {kind!r} is not causal: positions see those behind them. Some such models have an option for it: "
+            f"model.type {config.type!r} is not causal: positions see those behind them. Some such models have an option for it: "
             "model.options.is_decoder=true"
         )
-
-
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return ``[n, t, vocab]`` for our GPT and for models of transformers."""
-    out = model(tokens)
-    logits: Tensor = out if isinstance(out, Tensor) else out.logits
-    return logits
-
-
-def token_losses(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed next-token loss of every row and the number of its targets, both ``[n]``.
-
-    Args:
-        model: Maps tokens to logits.
-        rows: Tokens ``[n, t + 1]``, ``PADDING`` after a sample's end. A causal model's positions before it do not see it.
-    """
-    targets = rows[:, 1:]
-    logits = logits_of(model, rows[:, :-1].clamp(min=0))
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=PADDING, reduction="none")
-    return losses.view(targets.shape).sum(1), (targets != PADDING).sum(1)
-
-
-def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return the mean loss over all tokens of the rows."""
-    losses, counts = token_losses(model, rows)
-    return losses.sum() / counts.sum()
-
-
-def row_losses(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return what each row adds to the loss, ``[n]``; their mean is the mean over all tokens, so folds measure the same loss."""
-    losses, counts = token_losses(model, rows)
-    return losses * len(losses) / counts.sum()
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.corpus.build import Tell
+from inrun.corpus.chunks import Chunks, select
+from inrun.corpus.documents import Fields, Problems, read_documents
+from inrun.corpus.store import TokenStore, build_store
+from inrun.corpus.tokenizers import ABOUT, Tokenizer, load_tokenizer, make_tokenizer
 from inrun.errors import ConfigurationError
 from inrun.ledger import Ledger
-from inrun.training.chunks import Chunks, select
 from inrun.training.config import TrainConfig, ValidationSet
-from inrun.training.documents import Fields, Problems, read_documents
 from inrun.training.order import Ids, draw
-from inrun.training.store import TokenStore, build_store
-from inrun.training.tokenizers import ABOUT, Tokenizer, load_tokenizer, make_tokenizer
 
 log = logging.getLogger("inrun")
-#: Called with bytes done, bytes in all, documents done.
-Tell = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 import torch
 
+from inrun.corpus.build import Tell
+from inrun.corpus.tokenizers import ABOUT
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, load_config
 from inrun.training.loop import Result, Status, Training
 from inrun.training.metrics import Metrics
-from inrun.training.prepare import Prepared, Tell, prepare, tokenizer_of
-from inrun.training.tokenizers import ABOUT
+from inrun.training.prepare import Prepared, prepare, tokenizer_of
 
 try:
     import fcntl
@@ -28,7 +29,7 @@ except ImportError:  # Windows
 log = logging.getLogger("inrun")
 #: First line of the configurations that `inrun train` writes.
 HEAD = "# The resolved configuration of this run, written by `inrun train`.\n"
-#: Options that a resumed run may have otherwise than before: they change neither weights nor scores of steps done.
+#: Options that may differ when a run is resumed: they change neither weights nor scores of steps done.
 FREE = ("run", "device", "threads", "nonfinite", "steps", "logging", "checkpoints", "data.cache", "data.paths")
 
 
@@ -191,12 +192,12 @@ def _check_data(checkpoint: Checkpoint | None, data: Prepared) -> None:
     other = [name for name, was in checkpoint.state.get("validation_data", now).items() if now.get(name) != was]
     if other:
         raise TrainingError(
-            f"the documents of validation set {other[0]!r} have changed since the run began: scores would add up two"
+            f"the documents of validation set {other[0]!r} have changed since the run began: scores would mix the two"
         )
     if checkpoint.state["data"] != data.chunks.store.fingerprint:
         raise TrainingError(
             "the documents, or how they are read, have changed since the run began: sample ids would mean other samples. "
-            "Give data.paths the files of then"
+            "Point data.paths at the original files"
         )
 
 

@@ -1,0 +1,70 @@
+"""How far a command has come: a bar on a terminal, plain lines elsewhere if asked for. All of it on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+#: Called with what is being done, how much of it is done, and how much there is in all.
+Tell = Callable[[str, int, int], None]
+#: A description, a bar, the count, the time gone by and the time to go.
+COLUMNS: tuple[type[ProgressColumn], ...] = (BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn)
+
+
+@contextlib.contextmanager
+def progress(
+    quiet: bool = False,
+    *,
+    columns: Sequence[ProgressColumn] | None = None,
+    stays: bool = False,
+    patience: float | None = None,
+    line: Callable[[str, int, int], str] = "{}: step {}/{}".format,
+) -> Iterator[Tell]:
+    """Give a function to call with what is being done, and show what it is told.
+
+    Args:
+        quiet: Show nothing.
+        columns: What the bar consists of; ``COLUMNS`` behind the description by default.
+        stays: Leave the bar on the screen when all is done; of plain lines, always show the first and the last.
+        patience: Seconds between plain lines where there is no terminal; they grow apart as time goes by. None: no such lines.
+        line: Makes a plain line.
+    """
+    console = Console(stderr=True)
+    if not quiet and console.is_terminal:
+        shown = columns or (TextColumn("{task.description}"), *(column() for column in COLUMNS))
+        with Progress(*shown, console=console, transient=not stays) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    elif quiet or patience is None:
+        yield lambda what, done, total: None
+    else:
+        yield _lines(patience, line, stays)
+
+
+def _lines(patience: float, line: Callable[[str, int, int], str], ends: bool) -> Tell:
+    began = shown = time.monotonic()
+    last = -1
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal shown, last
+        now = time.monotonic()
+        due = now - shown >= max(patience, 0.05 * (now - began)) or (ends and done in (1, total))
+        if due and done != last:
+            shown, last = now, done
+            click.echo(line(what, done, total), file=sys.stderr)
+
+    return tell

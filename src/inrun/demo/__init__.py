@@ -1,0 +1,1 @@
+"""The smallest honest run: `inrun demo`."""

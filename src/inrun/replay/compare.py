@@ -1,0 +1,111 @@
+"""How close the scores of a replay are to those of a set that was scored live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inrun.ledger import StepRecord
+from inrun.ledger.schema import base_name
+from inrun.replay.source import RecordedStep, Source
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """One validation set, replayed from some checkpoints, beside what it was when it was scored live."""
+
+    validation: str
+    mode: str
+    #: Median of the steps from one state to the next, and how many states there are, the beginning included.
+    spacing: float
+    states: int
+    steps: int
+    samples: int
+    #: Of the samples' scores; NaN where one side is constant.
+    spearman: float
+    pearson: float
+    #: Σ scores of the replay over Σ scores live, and the same for Σ |contribution|.
+    total: float
+    spread: float
+    #: Spearman of the domains' totals; NaN with fewer than three domains.
+    domains: float
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
+
+
+def compare(
+    source: Source,
+    name: str,
+    steps: Sequence[RecordedStep],
+    records: dict[int, StepRecord],
+    mode: str,
+    spacing: float,
+    states: int,
+    seconds: float,
+) -> Closeness:
+    """Hold the records of a replay against the live contributions of the same steps."""
+    both = [(s, records[s.step]) for s in steps if s.step in records and records[s.step].contributions]
+    if not both:
+        nothing = math.nan
+        return Closeness(name, mode, spacing, states, 0, 0, nothing, nothing, nothing, nothing, nothing, seconds)
+    ids = np.concatenate([s.ids for s, _ in both])
+    live = np.concatenate([_set_of(name, s.live) for s, _ in both])
+    again = np.concatenate([_set_of(name, r.contributions) for _, r in both])
+    samples, place = np.unique(ids, return_inverse=True)
+    a, b = _sums(place, again), _sums(place, live)
+    codes = source.data.chunks.codes("domain", samples)
+    domains, group = np.unique(codes, return_inverse=True)
+    by_domain = [_sums(group, x) for x in (a, b)]
+    return Closeness(
+        validation=name,
+        mode=mode,
+        spacing=spacing,
+        states=states,
+        steps=len(both),
+        samples=len(samples),
+        spearman=correlation(ranks(a), ranks(b)),
+        pearson=correlation(a, b),
+        total=_ratio(a.sum(), b.sum()),
+        spread=_ratio(np.abs(again).sum(), np.abs(live).sum()),
+        domains=correlation(ranks(by_domain[0]), ranks(by_domain[1])) if len(domains) > 2 else math.nan,
+        seconds=seconds,
+    )
+
+
+def _set_of(name: str, columns: Any) -> Vector:
+    """Return the contributions to a set: of one in folds their mean."""
+    return np.mean([np.asarray(v, np.float64) for label, v in columns.items() if base_name(label) == name], axis=0)
+
+
+def _sums(group: npt.NDArray[np.int64], x: Vector) -> Vector:
+    return np.bincount(group, x).astype(np.float64)
+
+
+def _ratio(a: float, b: float) -> float:
+    return float(a / b) if b else math.nan
+
+
+def ranks(x: Vector) -> Vector:
+    """Return ranks from 1; equal numbers share the mean of theirs."""
+    _, group, counts = np.unique(x, return_inverse=True, return_counts=True)
+    mean: Vector = np.cumsum(counts) - (counts - 1) / 2
+    return mean[group]
+
+
+def correlation(a: Vector, b: Vector) -> float:
+    """Return Pearson's correlation; NaN where one side is constant."""
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    a, b = a - a.mean(), b - b.mean()
+    a, b = a / np.abs(a).max(), b / np.abs(b).max()  # tiny contributions must not underflow when squared
+    return float(a @ b / math.sqrt((a @ a) * (b @ b)))
