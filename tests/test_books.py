@@ -14,11 +14,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 import inrun
+from inrun.analysis import summarise
+from inrun.analysis.summary import verdict
 from inrun.cli.main import cli
 from inrun.errors import ConfigurationError, LedgerError, ValidationError
-from inrun.ledger import StepRecord, summarise
+from inrun.ledger import StepRecord
 from inrun.ledger.schema import ACCOUNTS
-from inrun.ledger.summary import verdict
 from inrun.training.gpt import next_token_loss
 from reference import real_move, relative_error
 from tiny import batch, tiny, train_step, validation

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import inrun
+from inrun.analysis.curate import curate
 from inrun.cli.demo_story import findings, tell_story
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
-from inrun.ledger.curate import curate
 from inrun.training.corpus import COPY, NOISE, SCRAMBLED, demo_texts
 from inrun.training.demo import MARK, VIEW, DemoConfig, _separation, find_planted, run_demo
 from inrun.training.loop import Result, Status

@@ -19,7 +19,6 @@ from inrun.ledger.verify import verify
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
 from inrun.training.replay import choose_steps, replay
-from inrun.training.replay_compare import correlation, ranks
 from inrun.training.replay_engine import Look, Replayer
 from inrun.training.replay_places import MODES, Place, anchors_of, place_of
 from inrun.training.replay_source import open_source
@@ -229,12 +228,6 @@ def test_a_checkpoint_that_goes_while_we_look(folder):
     with pytest.raises(TrainingError, match=r"step-00000005 is gone: .*checkpoints.keep=null"):
         replay(source, ["late"], folder / "out", Look("before"))
     assert not (folder / "out").exists()
-
-
-def test_correlations():
-    assert ranks(np.array([3.0, 1.0, 3.0])).tolist() == [2.5, 1.0, 2.5]
-    assert correlation(np.array([1.0, 2.0, 4.0]), np.array([-1.0, -2.0, -4.0])) == pytest.approx(-1.0)
-    assert np.isnan(correlation(np.ones(3), np.arange(3.0)))
 
 
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from inrun.analysis import Summary, summarise
 from inrun.engine.audit import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture, Expected
@@ -28,7 +29,7 @@ from inrun.engine.step import Step, StepResult
 from inrun.engine.validation import Column, Gradients, Loss, Validation
 from inrun.engine.watch import GradientWatch
 from inrun.errors import ConfigurationError, CoverageError, LedgerError, OptimizerError, StepError
-from inrun.ledger import Ledger, LedgerWriter, MemoryLedger, Summary, summarise
+from inrun.ledger import Ledger, LedgerWriter, MemoryLedger
 from inrun.methods import find_method, find_quadrature, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 

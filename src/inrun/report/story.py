@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inrun.ledger.summary import BALANCED, COARSE
-from inrun.report.accounts import SetBooks
+from inrun.analysis.summary import BALANCED, COARSE
+from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.gather import Findings
 from inrun.report.text import aligned, counted, number, one_line, percent, signed
@@ -87,7 +87,7 @@ def headlines(found: Findings) -> list[list[Headline]]:
     return [_of_set(found, b, d, found.sets[b.name]) for b, d in zip(found.accounts, scored, strict=True)]
 
 
-def _of_set(found: Findings, books: SetBooks, scores: Distribution | None, folds: int) -> list[Headline]:
+def _of_set(found: Findings, books: SetAccounts, scores: Distribution | None, folds: int) -> list[Headline]:
     registered = f"of {found.samples_registered:,} registered" if found.samples_registered else "no metadata registered"
     out = sum(found.skipped.values())
     steps = f"{found.first_step:,} to {found.last_step:,}" + (f", {out:,} not scored" if out else ", all scored")
@@ -100,7 +100,7 @@ def _of_set(found: Findings, books: SetBooks, scores: Distribution | None, folds
     ]
 
 
-def _loss(books: SetBooks, evaluated: dict[str, list[Any]] | None) -> Headline:
+def _loss(books: SetAccounts, evaluated: dict[str, list[Any]] | None) -> Headline:
     """Say how far the loss fell; by the evaluations where there are some, since a step of the books may look at other rows."""
     first, last, steps = books.loss_first, books.loss_last, books.loss_steps
     if evaluated is not None and len(evaluated["step"]) > 1:
@@ -126,7 +126,7 @@ def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
     return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
 
 
-def account_rows(books: SetBooks) -> list[tuple[str, str, str, str]]:
+def account_rows(books: SetAccounts) -> list[tuple[str, str, str, str]]:
     """Return the accounts as rows of name, what it is, loss and share of the fall; the last row is the fall."""
     totals = {name: value for name, value in books.totals.items() if value is not None}
     if books.fall is None:
@@ -139,7 +139,7 @@ def account_rows(books: SetBooks) -> list[tuple[str, str, str, str]]:
     return [(name, ACCOUNTS[name], figures[k], shares[k]) for k, name in enumerate(totals)]
 
 
-def _accounts(books: SetBooks) -> list[Headline]:
+def _accounts(books: SetAccounts) -> list[Headline]:
     if not books.audited:
         none = "no step was audited; audit_every= measures it"
         return [Headline(label, "not measured", none) for label in ("Data account", "Optimizer account", "Method's error")]

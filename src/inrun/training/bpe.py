@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from inrun.errors import ConfigurationError
-from inrun.ledger.files import Files, make_folder_durably, write_durably
+from inrun.files import Files, make_folder_durably, write_durably
 from inrun.training.tokenizers import Ids, id_dtype, save_about
 
 log = logging.getLogger("inrun")

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inrun.errors import DataError
-from inrun.ledger.files import Files, write_durably
+from inrun.files import Files, write_durably
 from inrun.training.documents import Document, Fields, Place, Problems, SourceFile, read_from
 from inrun.training.fingerprints import Content, state_of
 from inrun.training.tokenizers import Tokenizer, id_dtype

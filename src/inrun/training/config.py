@@ -12,6 +12,7 @@ import msgspec
 import yaml
 
 from inrun.errors import ConfigurationError
+from inrun.ledger.labels import is_name
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -294,8 +295,8 @@ def _check(c: TrainConfig) -> None:
 
 
 def _check_validation(name: str, v: ValidationSet) -> None:
-    if not name or "#" in name or "[" in name or not name.isprintable():
-        raise ConfigurationError(f"{name!r} cannot be the name of a validation set: it must have letters, and no # and [")
+    if not is_name(name) or not name.isprintable():
+        raise ConfigurationError(f"{name!r} cannot be the name of a validation set: it must have letters, and no #, [ and ]")
     if not (v.split or v.where or v.paths):
         raise ConfigurationError(
             f"validation set {name!r} does not say which data it takes: give split, where (such as {{domain: math}}) or paths"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
+from inrun.analysis.queries import CLEAR, scores
 from inrun.errors import ConfigurationError
 from inrun.ledger import LedgerReader
-from inrun.ledger.queries import CLEAR, scores
 from inrun.training.config import TrainConfig, make_config
 from inrun.training.corpus import COPY, NOISE, SCRAMBLED, demo_texts, write_texts
 from inrun.training.loop import Result, Status

@@ -19,7 +19,7 @@ import pytest
 from faulty_files import QuickFiles
 from inrun.errors import LedgerError
 from inrun.ledger import Ledger, LedgerReader, MemoryLedger, StepRecord
-from inrun.ledger.lock import Lock
+from inrun.ledger.lock import lock_rank
 from inrun.ledger.manifest import chain_path, read_chain
 from inrun.ledger.verify import verify
 
@@ -260,7 +260,7 @@ def test_resume_drops_what_came_after(tmp_path) -> None:
 
 
 def _last(run: Path, step_: int) -> dict:
-    record = read_chain(run, 0).records[-1]
+    record = read_chain(run, 0).entries[-1]
     return {"record": record.number, "hash": record.hash, "step": step_}
 
 
@@ -530,7 +530,7 @@ def test_a_rank_with_nothing_to_say_at_the_mark(tmp_path) -> None:
 
 
 def test_a_rank_waits_for_rank_0(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("inrun.ledger.disk._wait_for.__defaults__", (0.1,))
+    monkeypatch.setattr("inrun.ledger.writer._wait_for.__defaults__", (0.1,))
     with pytest.raises(LedgerError, match=r"run\.json did not appear.*rank 0 makes it"):
         new(tmp_path / "run", rank=1)
 
@@ -542,7 +542,7 @@ def test_rank_0_cannot_close_a_rank_that_lives(tmp_path) -> None:
         resume(tmp_path / "run", None, world_size=1)
     two.close()
     resume(tmp_path / "run", None, world_size=1).close()
-    Lock(tmp_path / "run", 0).release()
+    lock_rank(tmp_path / "run", 0).release()
 
 
 # Long runs.
@@ -550,13 +550,13 @@ def test_rank_0_cannot_close_a_rank_that_lives(tmp_path) -> None:
 
 def test_many_records_are_read_in_proportion(tmp_path) -> None:
     """20,000 records, written as lines: reading stays well under a second per 10,000."""
-    from inrun.ledger.manifest import Record, head_line, head_path
+    from inrun.ledger.manifest import ManifestEntry, head_line, head_path
 
     new(tmp_path / "run").close()
     chain = read_chain(tmp_path / "run", 0)
-    lines, last = [], chain.records[-1]
+    lines, last = [], chain.entries[-1]
     for n in range(1, 20_001):
-        last = Record(n, "flush", 0, n, last.hash, (), {"from_step": n - 1, "marked": -1})
+        last = ManifestEntry(n, "flush", 0, n, last.hash, (), {"from_step": n - 1, "marked": -1})
         lines.append(last.line())
     with open(chain_path(tmp_path / "run", 0), "ab") as f:
         f.write(b"".join(lines))

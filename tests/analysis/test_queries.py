@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from inrun.analysis import queries
 from inrun.errors import ConfigurationError, LedgerError
-from inrun.ledger import Ledger, MemoryLedger, StepRecord, queries
+from inrun.ledger import Ledger, MemoryLedger, StepRecord
 from inrun.ledger.samples import as_samples_table
 from inrun.ledger.schema import SCORES
-from inrun.ledger.views import VIEWS, open_books
+from inrun.ledger.scores import VIEWS, _parts
 
 LABELS = ("math#0", "math#1", "math#2", "code", "point[0]", "point[1]")
 
@@ -178,10 +179,10 @@ def test_the_same_bits_with_many_rows_and_little_memory(tmp_path) -> None:
     reader = write(tmp_path / "run", [StepRecord(s, i, {"v": c}) for s, (i, c) in steps], flush_every=60_000)
     found = reader.scores()
     assert found.equals(reader.scores())
-    with open_books(reader, memory_limit="40MB") as books:
-        assert books.row("SELECT current_setting('enable_progress_bar')") == (False,)
-        assert books.row("SELECT current_setting('threads')") == (1,)  # several would add in any order
-        again = books.table("SELECT sample_id, sum(contribution::DOUBLE) AS score FROM contributions GROUP BY 1 ORDER BY 1")
+    with reader.tables(memory_limit="40MB") as tables:
+        assert tables.row("SELECT current_setting('enable_progress_bar')") == (False,)
+        assert tables.row("SELECT current_setting('threads')") == (1,)  # several would add in any order
+        again = tables.table("SELECT sample_id, sum(contribution::DOUBLE) AS score FROM contributions GROUP BY 1 ORDER BY 1")
     order = np.argsort(ids, kind="stable")
     truth = np.add.reduceat(values[order].astype(np.float64), np.unique(ids[order], return_index=True)[1])
     assert np.allclose(found["score"].to_numpy(), truth, rtol=1e-9)
@@ -192,10 +193,10 @@ def test_taking_samples_and_steps_in_parts_changes_nothing(run, monkeypatch) -> 
     asks = [{"view": v} for v in VIEWS]
     whole = [run.scores(**ask) for ask in asks]
     groups = queries.groups(run, stages=4, cumulative=True, view="rank").to_pylist()
-    monkeypatch.setattr("inrun.ledger.views.GROUPS_AT_ONCE", 30)
-    monkeypatch.setattr("inrun.ledger.views.ROWS_AT_ONCE", 100)
-    with open_books(run) as books:
-        assert books._parts(6, 1.0) > 3
+    monkeypatch.setattr("inrun.ledger.scores.GROUPS_AT_ONCE", 30)
+    monkeypatch.setattr("inrun.ledger.scores.ROWS_AT_ONCE", 100)
+    with run.tables() as tables:
+        assert _parts(tables, 6, 1.0) > 3
     for ask, table in zip(asks, whole, strict=True):
         again = run.scores(**ask)
         if ask["view"] in ("plain", "per_lr"):
