@@ -204,14 +204,24 @@ def test_a_newer_schema_is_refused(tmp_path) -> None:
             action(tmp_path / "run")
 
 
-def test_books_saved_from_memory_are_not_taken_for_empty_ones(tmp_path) -> None:
-    memory = MemoryLedger()
-    memory.write(step(0))
-    memory.save(tmp_path / "run", {})
-    with pytest.raises(LedgerError, match="no manifest"):
-        Ledger.open(tmp_path / "run").contributions()
-    with pytest.raises(LedgerError, match="no manifest"):
-        resume(tmp_path / "run", None)
+def test_erasing_removes_the_ledger_and_nothing_else(tmp_path) -> None:
+    ledger = new(tmp_path / "run")
+    ledger.register_samples([{"sample_id": 1}])
+    ledger.write(step(0))
+    ledger.flush()
+    for name in ("config.yaml", "contributions/notes.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    with pytest.raises(LedgerError, match="being written"):
+        Ledger.erase(tmp_path / "run")
+    assert steps_in(tmp_path / "run") == [0]
+    ledger.close()
+    Ledger.erase(tmp_path / "run")
+    left = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert left == {"config.yaml", "contributions/notes.txt", "lock-r0"}
+    Ledger.erase(tmp_path / "run")  # none there is fine
+    with new(tmp_path / "run") as again:
+        again.write(step(5))
+    assert steps_in(tmp_path / "run") == [5]
 
 
 # Marks and resumes.

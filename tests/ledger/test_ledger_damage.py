@@ -289,7 +289,7 @@ def test_damage_that_costs_nothing(books, copy, name: str) -> None:
 def test_one_bad_line_costs_one_record_and_no_mark(books, copy) -> None:
     """The other records keep number and hash, so that the newest checkpoint still fits."""
     put(copy, [*lines_of(copy)[:4], lines_of(copy)[4].replace(b"flush", b"flash"), *lines_of(copy)[5:]])
-    with pytest.raises(LedgerError, match="record 4.*inrun repair"):
+    with pytest.raises(LedgerError, match="entry 4.*inrun repair"):
         Ledger.resume(copy, books[1])
     done = repair(copy, QuickFiles())
     assert sorted(done.lost) == [("accounts", 3, 3), ("contributions", 3, 3)]

@@ -19,7 +19,8 @@ def is_old_save(run: Path, about: dict[str, Any]) -> bool:
     """Whether a folder is such a one: it has neither run id nor manifest, and no part of a ledger."""
     if "run_id" in about or (run / FOLDER).exists():
         return False
-    return not any((run / table).glob("r*-*") for table in TABLES) and (run / "accounts" / PART).is_file()
+    parts = [file for table in TABLES for file in (run / table).glob("r*-*")]
+    return not parts and (run / "accounts" / PART).is_file()
 
 
 def old_files(run: Path, table: str) -> list[str]:
