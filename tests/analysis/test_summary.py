@@ -104,6 +104,18 @@ def test_points_are_sets_and_folds_are_parts_of_one_in_audit_scores_and_report(t
     assert sorted(s["validation"] for s in told["validation_sets"]) == names
 
 
+def test_a_step_skipped_before_its_points_were_known_counts_for_each(tmp_path) -> None:
+    values = {"p[0]": np.float32([1]), "p[1]": np.float32([2])}
+    with Ledger(tmp_path / "run") as ledger:
+        skipped = account("p", 0) | {"skipped": "gradient is not finite and the optimizer did not step"}
+        ledger.write(StepRecord(0, np.arange(1), {}, [skipped]))
+        ledger.write(StepRecord(1, np.arange(1), values, [account("p[0]", 1, data=1.0), account("p[1]", 1, data=2.0)]))
+    found = summarise(Ledger.open(tmp_path / "run").accounts(), "", "").sets
+    assert [(s.validation, s.steps, s.skipped) for s in found] == [("p[0]", 2, 1), ("p[1]", 2, 1)]
+    page = gather(tmp_path / "run", by=None, top=1, text=True)
+    assert [(a.name, a.steps, a.skipped) for a in page.accounts] == [("p[0]", 2, 1), ("p[1]", 2, 1)]
+
+
 def test_a_set_of_one_fold_has_the_name_of_the_set(tmp_path) -> None:
     with Ledger(tmp_path / "run") as ledger:
         values = {"f#0": np.float32([1, 2]), "g": np.float32([3, 4])}

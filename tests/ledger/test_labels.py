@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inrun.engine.validation import Column
-from inrun.ledger.labels import Label, by_set, is_name, set_of
+from inrun.ledger.labels import Label, by_set, is_name, set_of, sets_of_accounts
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,12 @@ def test_what_cannot_be_a_name(name: object) -> None:
 def test_labels_are_grouped_by_set() -> None:
     labels = ["b#10", "b#2", "a[10]", "a[2]", "a", "b#0", "c"]
     assert by_set(labels) == {"a": ["a"], "a[10]": ["a[10]"], "a[2]": ["a[2]"], "b": ["b#0", "b#2", "b#10"], "c": ["c"]}
+
+
+def test_a_step_skipped_before_its_points_were_known_speaks_of_all_of_them() -> None:
+    found = sets_of_accounts({"p": False, "p[0]": True, "p[1]": True, "f": False, "f#0": True, "v": False})
+    assert found == {"f": ["f", "f#0"], "p[0]": ["p[0]", "p"], "p[1]": ["p[1]", "p"], "v": ["v"]}
+    assert list(sets_of_accounts({"p": True, "p[0]": True})) == ["p", "p[0]"]  # a set that has the name of the points
 
 
 @pytest.mark.parametrize("column", [Column("v", None), Column("v", 3), Column("v", 3, True)])

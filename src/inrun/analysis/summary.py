@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from inrun.ledger.labels import set_of
+from inrun.ledger.labels import sets_of_accounts
 
 #: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
 BALANCED, COARSE = 0.01, 0.10
@@ -75,10 +75,22 @@ class Summary:
 
 def summarise(accounts: pa.Table, method: str, update: str) -> Summary:
     """Add up the accounts of a run, one summary per validation set; see :class:`SetSummary` for points and folds."""
-    by_set: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    by_label: dict[str, list[dict[str, Any]]] = {}
     for row in accounts.to_pylist():
-        by_set.setdefault(set_of(row["validation"]), {}).setdefault(row["step"], []).append(row)
-    return Summary(method, update, [_summarise_set(name, steps, method, update) for name, steps in by_set.items()])
+        by_label.setdefault(row["validation"], []).append(row)
+    sets = sets_of_accounts({label: any(r["skipped"] is None for r in rows) for label, rows in by_label.items()})
+    order = {label: place for place, label in enumerate(by_label)}  # sets as they were first written
+    names = sorted(sets, key=lambda name: order[sets[name][0]])
+    found = [_summarise_set(name, _by_step(by_label, sets[name]), method, update) for name in names]
+    return Summary(method, update, found)
+
+
+def _by_step(by_label: dict[str, list[dict[str, Any]]], labels: list[str]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for label in labels:
+        for row in by_label[label]:
+            found.setdefault(row["step"], []).append(row)
+    return found
 
 
 def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: str, update: str) -> SetSummary:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 #: Characters that the grammar needs, and names may not have.
@@ -26,7 +26,7 @@ class Label:
 
     @classmethod
     def parse(cls, text: str) -> Label:
-        """Read a label. Any other text is a name: hand-written books may hold some, and each is a set of its own."""
+        """Read a label. Any other text is a name: a ledger written by hand may hold some, and each is a set of its own."""
         found = _GRAMMAR.fullmatch(text)
         if found is None:
             return cls(text)
@@ -60,6 +60,28 @@ def by_set(texts: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for label in sorted(map(Label.parse, texts), key=_place):
         found.setdefault(label.set_name, []).append(str(label))
+    return found
+
+
+def sets_of_accounts(scored: Mapping[str, bool]) -> dict[str, list[str]]:
+    """Return the validation sets that the accounts speak of, each with its labels, as :func:`by_set` does.
+
+    A step that is skipped before its points are known has one account with the bare name of their callable, and speaks of each of
+    them: such a name is a label of all its points.
+
+    Args:
+        scored: The labels of the accounts, and whether any step was scored under each.
+    """
+    found = by_set(scored)
+    points: dict[str, list[str]] = {}
+    for name in found:
+        label = Label.parse(name)
+        if label.point is not None:
+            points.setdefault(label.name, []).append(name)
+    for name in [name for name in points if name in found and found[name] == [name] and not scored[name]]:
+        del found[name]
+        for point in points[name]:
+            found[point].append(name)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Positions in the books: what a mark that was saved with a checkpoint means, and what no longer counts after a resume."""
+"""Positions in a ledger: what a mark that was saved with a checkpoint means, and what no longer counts after a resume."""
 
 from __future__ import annotations
 

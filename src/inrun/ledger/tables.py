@@ -4,8 +4,6 @@ DuckDB works with one thread, so that the order in which doubles are added, and 
 call; it holds a bounded amount of memory and goes to temporary files beyond that.
 """
 
-# ruff: noqa: S608 - queries are put together from our own pieces; values are bound, column names checked and quoted
-
 from __future__ import annotations
 
 import glob
@@ -18,7 +16,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from inrun.errors import ConfigurationError, LedgerError
-from inrun.ledger.labels import by_set
+from inrun.ledger.labels import by_set, sets_of_accounts
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 
 #: What DuckDB may hold before it goes to a temporary folder on disk.
@@ -83,15 +81,14 @@ class Tables:
     def sets(self) -> dict[str, list[str]]:
         """Return the validation sets of the run in order of their names, each with its labels (one, or its folds)."""
         if self._sets is None:
-            self._sets = by_set(self._labels("contributions"))
+            labels = self.table("SELECT DISTINCT validation FROM contributions")["validation"].to_pylist()
+            self._sets = by_set(labels)
         return self._sets
 
     def sets_in_accounts(self) -> dict[str, list[str]]:
         """Return the validation sets that the accounts speak of: all that a run has whose steps were all skipped."""
-        return by_set(self._labels("accounts"))
-
-    def _labels(self, table: str) -> list[str]:
-        return self.table(f"SELECT DISTINCT validation FROM {table}")["validation"].to_pylist()
+        scored = self.relation("SELECT validation, count(*) > count(skipped) FROM accounts GROUP BY 1").fetchall()
+        return sets_of_accounts(dict(scored))
 
     def choose(self, validation: str | Sequence[str] | None) -> dict[str, list[str]]:
         """Return the wanted validation sets (None: all); ConfigurationError if there is no such set."""

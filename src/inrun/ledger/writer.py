@@ -78,7 +78,7 @@ class Ledger(LedgerReader):
             self._lock = lock_rank(self.path, self.rank)
             self._begin_run(about or {})
             super().__init__(path)
-            self._begin_books()
+            self._begin_chain()
 
     def _configure(self, run: Path, rank: int, flush_every: int | str, files: Files | None) -> None:
         self._buffer = Buffer(flush_every)
@@ -106,7 +106,7 @@ class Ledger(LedgerReader):
                 raise LedgerError(f"{self.path} cannot be opened for writing: {error}") from error
             raise
 
-    def _begin_books(self) -> None:
+    def _begin_chain(self) -> None:
         """Write the first entry of this rank."""
         if chain_path(self.path, self.rank).exists():
             raise LedgerError(f"{self.path} has entries of rank {self.rank} already; go on with Ledger.resume(path, mark)")
@@ -116,7 +116,7 @@ class Ledger(LedgerReader):
         digest = hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
         self._commit("begin", (), {"run_id": self.about["run_id"], "run_json": digest, "software": software()})
 
-    def _continue_books(self, chain: Chain, step: int) -> None:
+    def _continue_chain(self, chain: Chain, step: int) -> None:
         """Go on after the last entry of this rank, at a step."""
         self._manifest = ManifestWriter(self.path, self.rank, self._files, chain)
         live = [e for e in chain.live() if e.kind == "flush"]
@@ -174,7 +174,7 @@ class Ledger(LedgerReader):
             path: The run's folder.
             mark: What ``mark()`` returned, from any rank; None starts over in that folder.
             rank: This process.
-            world_size: How many processes go on; rank 0 closes the books of ranks that are no more.
+            world_size: How many processes go on; rank 0 closes the chains of ranks that are no more.
             flush_every: As for a new ledger.
             files: For tests.
         """
@@ -199,9 +199,9 @@ class Ledger(LedgerReader):
             chain = resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
             if chain is None:
                 ledger._at_step = ledger._marked = step
-                ledger._begin_books()  # a new rank, or one that died before its first entry
+                ledger._begin_chain()  # a new rank, or one that died before its first entry
             else:
-                ledger._continue_books(chain, step)
+                ledger._continue_chain(chain, step)
         return ledger
 
     @classmethod

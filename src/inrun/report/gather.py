@@ -1,4 +1,4 @@
-"""Everything the page shows, read from the books in bounded size: aggregates, and a bounded number of samples."""
+"""Everything the page shows, read from the ledger in bounded size: aggregates, and a bounded number of samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Findings:
 
     path: str
     about: dict[str, Any]
-    #: A process writes to the run; None: the books are open, and nobody here writes to them.
+    #: A process writes to the run; None: the ledger is open, and nobody here writes to it.
     at_work: bool | None
     steps: int
     first_step: int | None
