@@ -88,7 +88,8 @@ def test_what_earlier_versions_saved_is_read_as_what_is_saved_now(memory, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "action", [verify, repair, lambda run: Ledger.resume(run, None), lambda run: merge([run, run], run.parent / "out")]
+    "action",
+    [verify, repair, Ledger.erase, lambda run: Ledger.resume(run, None), lambda run: merge([run, run], run.parent / "out")],
 )
 def test_what_earlier_versions_saved_is_only_read(memory, tmp_path, action) -> None:
     save_as_before(memory, tmp_path / "old")

@@ -38,5 +38,5 @@ def refuse_old_save(run: Path) -> None:
     if is_old_save(run, about):
         raise LedgerError(
             f"{run} was saved from memory by an earlier inrun, without a manifest: it can be read (inrun scores, audit, report), "
-            "but not verified, repaired, merged or written to. accountant.save now writes a whole ledger"
+            "but not verified, repaired, merged, erased or written to. accountant.save now writes a whole ledger"
         )

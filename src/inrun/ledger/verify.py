@@ -25,7 +25,7 @@ class Problem:
     #: The steps that are affected, if they are known.
     first_step: int | None = None
     last_step: int | None = None
-    #: The entered part, if it is one.
+    #: The part of the manifest, if it is one.
     part: str | None = None
     rank: int | None = None
 
@@ -179,7 +179,7 @@ def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
         found.rows += table.num_rows
         schema = FIXED.get(part.table)
         if table.num_rows != part.rows or (schema is not None and not table.schema.equals(schema)):
-            bad("its rows or columns are not those that were entered")
+            bad("its rows or columns are not those in the manifest")
 
 
 def _look_around(run: Path, chains: list[Chain], names: list[str], counted: set[str], found: Verification) -> None:

@@ -213,6 +213,7 @@ class Ledger(LedgerReader):
         """
         run, files = Path(path), Files()
         refuse_links(run)
+        refuse_old_save(run)
         with contextlib.ExitStack() as stack:
             for rank in locked_ranks(run):
                 stack.callback(lock_rank(run, rank).release)
@@ -251,7 +252,7 @@ class Ledger(LedgerReader):
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered as parts and entry them; returns when they are safely on disk."""
+        """Write what is buffered as parts and enter them in the manifest; returns when they are safely on disk."""
         self._check_writable()
         if self._buffer.is_empty:
             self._buffer.clear()
@@ -281,7 +282,9 @@ class Ledger(LedgerReader):
         try:
             action()
         except OSError as error:
-            self._stopped = f"writing failed ({error}); what was entered before is safe, the rest since the last flush is in doubt"
+            self._stopped = (
+                f"writing failed ({error}); what was committed before is safe, the rest since the last flush is in doubt"
+            )
             raise LedgerError(
                 f"{self.path}: {self._stopped}. Free space or mend the disk, then Ledger.resume from a checkpoint"
             ) from error
