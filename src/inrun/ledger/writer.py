@@ -283,7 +283,7 @@ class Ledger(LedgerReader):
             action()
         except OSError as error:
             self._stopped = (
-                f"writing failed ({error}); what was committed before is safe, the rest since the last flush is in doubt"
+                f"writing failed ({error}); what was committed is safe, the rest since the last flush is in doubt"
             )
             raise LedgerError(
                 f"{self.path}: {self._stopped}. Free space or mend the disk, then Ledger.resume from a checkpoint"
