@@ -282,9 +282,7 @@ class Ledger(LedgerReader):
         try:
             action()
         except OSError as error:
-            self._stopped = (
-                f"writing failed ({error}); what was committed is safe, the rest since the last flush is in doubt"
-            )
+            self._stopped = f"writing failed ({error}); what was committed is safe, the rest since the last flush is in doubt"
             raise LedgerError(
                 f"{self.path}: {self._stopped}. Free space or mend the disk, then Ledger.resume from a checkpoint"
             ) from error
