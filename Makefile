@@ -31,7 +31,7 @@ test-browser: $(VENV)/dev
 		{ echo "no browser: apt-get install chromium chromium-driver"; exit 1; }
 	$(BIN)/pip install $(PIP_FLAGS) selenium
 	npm install --prefix tests/browser --no-audit --no-fund --silent
-	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/test_report_browser.py
+	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/report/test_report_browser.py
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from inrun.ledger.files import Files
+from inrun.files import Files
 
 
 class QuickFiles(Files):

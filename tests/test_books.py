@@ -6,7 +6,6 @@ import json
 import math
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,9 +15,7 @@ from torch import Tensor, nn
 import inrun
 from inrun.cli.main import cli
 from inrun.errors import ConfigurationError, LedgerError, ValidationError
-from inrun.ledger import StepRecord, summarise
-from inrun.ledger.schema import ACCOUNTS
-from inrun.ledger.summary import verdict
+from inrun.ledger import StepRecord
 from inrun.training.gpt import next_token_loss
 from reference import real_move, relative_error
 from tiny import batch, tiny, train_step, validation
@@ -111,43 +108,6 @@ def test_summary_says_what_the_residual_means() -> None:
     assert "midpoint" in page
     for word in ("data", "momentum", "decay", "residual", "|residual| / Σ|c_n|", "largest residuals"):
         assert word in page
-
-
-@pytest.mark.parametrize(
-    ("relative", "method", "update", "says"),
-    [
-        (None, "first", "frozen", "audit more often"),
-        (0.001, "midpoint", "secant", "books balance"),
-        (0.05, "first", "frozen", 'method="midpoint"'),
-        (0.5, "first", "sgd", 'update="secant"'),
-        (0.5, "second", "secant", 'method="midpoint"'),
-        (0.5, "midpoint", "frozen", 'update="secant"'),
-        (0.5, "midpoint", "secant", "gauss3"),
-    ],
-)
-def test_verdicts(relative, method: str, update: str, says: str) -> None:
-    assert says in verdict(relative, method, update)
-
-
-def test_summary_adds_up_and_leaves_gaps_open() -> None:
-    row = dict.fromkeys(ACCOUNTS.names)
-    rows = [
-        row | {"step": 0, "validation": "a", "loss_before": 3.0, "loss_after": 2.5, "data": 0.2, "spread": 0.4, "optimizer": 0.25,
-               "momentum": 0.2, "decay": 0.05, "residual": 0.05},
-        row | {"step": 1, "validation": "a", "loss_before": 2.5, "data": 0.3, "spread": 0.3},
-        row | {"step": 2, "validation": "a", "skipped": "gradient is not finite"},
-        row | {"step": 0, "validation": "b#0", "loss_before": 1.0, "loss_after": 0.9, "data": 0.1, "spread": 0.1, "residual": 0.0,
-               "optimizer": 0.0},
-        row | {"step": 0, "validation": "b#1", "loss_before": 2.0, "loss_after": 1.7, "data": 0.3, "spread": 0.3, "residual": 0.0,
-               "optimizer": 0.0},
-    ]  # fmt: skip
-    a, b = summarise(pa.Table.from_pylist(rows, schema=ACCOUNTS), "first", "frozen").sets
-    assert (a.steps, a.audited, a.skipped) == (3, 1, 1)
-    assert (a.fall, a.data, a.momentum, a.decay, a.residual) == pytest.approx((0.5, 0.2, 0.2, 0.05, 0.05))
-    assert a.relative_residual == pytest.approx(0.125)
-    assert b.data == pytest.approx(0.2)
-    assert b.fall == pytest.approx(0.2)
-    assert b.momentum is None
 
 
 def test_audit_command(tmp_path) -> None:

@@ -12,22 +12,25 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "inrun"
 ALLOWED = {
     "layers": {"layers", "errors"},
-    "optimizers": {"optimizers", "errors"},
-    "methods": {"methods", "errors"},
+    "optimizers": {"optimizers", "errors", "statistics"},
+    "methods": {"methods", "errors", "statistics"},
     # The accountant offers the fidelity study as a method, and imports it when asked.
-    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "errors", "fidelity"},
-    "truth": {"truth", "errors"},
+    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity"},
+    "truth": {"truth", "errors", "statistics"},
     "fidelity": {"fidelity", "engine", "truth", "errors"},
-    "ledger": {"ledger", "errors"},
-    "report": {"report", "ledger", "errors"},
+    "ledger": {"ledger", "errors", "files"},
+    "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files"},
+    "report": {"report", "analysis", "ledger", "methods", "errors", "statistics", "files"},
     "corpus": {"corpus", "ledger", "files", "errors"},
-    "training": {"training", "corpus", "engine", "methods", "ledger", "files", "errors"},
+    "training": {"training", "corpus", "engine", "methods", "ledger", "analysis", "files", "statistics", "errors"},
     "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
     "bench": {"bench", "engine", "layers", "training", "errors"},
 }
-NO_TORCH = {"ledger", "report"}
+NO_TORCH = {"ledger", "analysis", "report"}
+#: Files that every room may import, and that import none.
+SHARED = ("errors", "statistics", "files")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -51,6 +54,11 @@ def test_rooms_import_only_what_they_may(room: str) -> None:
                 assert parts[0] != "torch", f"{path.relative_to(SOURCE)} imports torch"
 
 
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_files_stand_alone(name: str) -> None:
+    assert not {n for n in imports_of(SOURCE / f"{name}.py") if n.split(".")[0] in ("inrun", "torch", "scipy")}
+
+
 def test_nobody_imports_cli() -> None:
     for path in SOURCE.rglob("*.py"):
         if path.parent.name != "cli" and path.name != "__main__.py":
@@ -68,5 +76,6 @@ def test_unsafe_calls_are_absent() -> None:
 def test_import_is_light() -> None:
     code = "import sys, inrun; assert not {'torch', 'pyarrow', 'rich', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-    code = "import sys, inrun.ledger; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    for room in sorted(NO_TORCH):
+        code = f"import sys, inrun.{room}; assert 'torch' not in sys.modules"
+        subprocess.run([sys.executable, "-c", code], check=True)

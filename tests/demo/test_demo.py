@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner
 
 import inrun
+from inrun.analysis.curate import curate
 from inrun.cli.demo_story import findings, tell_story
 from inrun.demo.planted import VIEW, _separation, find_planted
 from inrun.demo.run import MARK, DemoConfig, run_demo
 from inrun.demo.texts import COPY, NOISE, SCRAMBLED, demo_texts
 from inrun.errors import ConfigurationError
 from inrun.ledger import StepRecord
-from inrun.ledger.curate import curate
 from inrun.training.loop import Result, Status
 
 

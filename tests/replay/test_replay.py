@@ -234,12 +234,6 @@ def test_a_checkpoint_that_goes_while_we_look(folder):
     assert not (folder / "out").exists()
 
 
-def test_correlations():
-    assert ranks(np.array([3.0, 1.0, 3.0])).tolist() == [2.5, 1.0, 2.5]
-    assert correlation(np.array([1.0, 2.0, 4.0]), np.array([-1.0, -2.0, -4.0])) == pytest.approx(-1.0)
-    assert np.isnan(correlation(np.ones(3), np.arange(3.0)))
-
-
 def command(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     monkeypatch.setattr("sys.argv", ["inrun", "replay", *map(str, arguments)])
     code = 0

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from inrun.analysis import Summary, summarise
+from inrun.analysis.queries import extremes, groups
 from inrun.cli.text import printable
 from inrun.demo.planted import VIEW, Found, find_planted
 from inrun.demo.texts import COPY, NOISE, SCRAMBLED
-from inrun.ledger import SIGN, Ledger, LedgerReader, Summary, summarise
-from inrun.ledger.queries import extremes, groups
+from inrun.ledger import SIGN, Ledger, LedgerReader
 from inrun.training.loop import Result
 
 

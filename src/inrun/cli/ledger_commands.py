@@ -69,8 +69,8 @@ def scores(
     as_csv: bool,
 ) -> None:
     """Print what samples were worth: the sum of their contributions. Positive = the sample lowered the validation loss."""
+    from inrun.analysis import queries
     from inrun.cli import ledger_tables as show
-    from inrun.ledger import queries
     from inrun.ledger.schema import SCORES
 
     _one_output(as_json, as_csv)
@@ -112,11 +112,11 @@ def scores(
 
 def _check_rows(run: str, names: list[str] | None) -> None:
     """Fail before the first line is printed."""
-    from inrun.ledger.views import open_books
+    from inrun.ledger import Ledger
 
-    with open_books(run) as books:
-        books.check_rows()
-        books.choose(names)
+    with Ledger.open(run).tables() as tables:
+        tables.check_rows()
+        tables.choose(names)
 
 
 @click.command(
@@ -149,8 +149,8 @@ def groups(
 
     "clear of error" is the share of samples that are negative by more than two standard errors (validation sets in folds only).
     """
+    from inrun.analysis import queries
     from inrun.cli import ledger_tables as show
-    from inrun.ledger import queries
 
     _one_output(as_json, as_csv)
     found = queries.groups(run, by, list(validation) or None, stages, cumulative, view)
@@ -172,8 +172,8 @@ def groups(
 @JSON
 def info(run: str, as_json: bool) -> None:
     """Print what RUN holds: steps, rows, samples, validation sets, learning rates."""
+    from inrun.analysis import queries
     from inrun.cli import ledger_tables as show
-    from inrun.ledger import queries
 
     found = queries.info(run)
     if as_json:
@@ -187,29 +187,17 @@ def info(run: str, as_json: bool) -> None:
 @JSON
 def audit(run: str, as_json: bool) -> None:
     """Print the books of RUN: what data, momentum and decay did to the validation loss, and how far the method is off."""
+    from inrun.analysis import summarise
     from inrun.cli.ledger_tables import to_json
     from inrun.cli.text import printable
-    from inrun.ledger import summarise
+    from inrun.ledger import Ledger
 
-    about, accounts = _books_of(run)
-    summary = summarise(accounts, str(about.get("method", "?")), str(about.get("update", "?")))
+    reader = Ledger.open(run)
+    summary = summarise(reader.accounts(), str(reader.about.get("method", "?")), str(reader.about.get("update", "?")))
     if as_json:
         click.echo(to_json(summary.as_dict()))
     else:
         click.echo("\n".join(printable(line, 400) for line in str(summary).split("\n")))
-
-
-def _books_of(run: str) -> tuple[dict[str, Any], Any]:
-    """Read ``run.json`` and the accounts: by the manifest, or of a folder that ``accountant.save`` wrote, which has none."""
-    from pathlib import Path
-
-    from inrun.ledger import Ledger, read_run
-    from inrun.ledger.manifest import FOLDER
-
-    if not (Path(run) / FOLDER).is_dir():
-        return read_run(run)
-    reader = Ledger.open(run)
-    return reader.about, reader.accounts()
 
 
 @click.command(
@@ -248,8 +236,8 @@ Examples:
 @JSON
 def curate(run: str, out: str, validation: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Write the samples of RUN to keep and those to drop, with their scores and a card that says how they were chosen."""
+    from inrun.analysis.curate import curate as split
     from inrun.cli import ledger_tables as show
-    from inrun.ledger.curate import curate as split
 
     done = split(run, out, validation=list(validation) or None, **options)
     if as_json:
@@ -286,8 +274,8 @@ def shares(
     as_csv: bool,
 ) -> None:
     """Split a pool of money by contribution: shares sum to the pool to the cent, negative totals get nothing."""
+    from inrun.analysis import shares as money
     from inrun.cli import ledger_tables as show
-    from inrun.ledger import shares as money
 
     _one_output(as_json, as_csv)
     found = money.shares(run, money.parse_pool(pool), by, validation, view, include_unowned)

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from inrun.analysis.curate import Curation
+from inrun.analysis.queries import Agreement, Info
+from inrun.analysis.shares import Shares, money
 from inrun.cli.text import printable
 from inrun.ledger import SIGN
-from inrun.ledger.curate import Curation
-from inrun.ledger.queries import Agreement, Info
-from inrun.ledger.shares import Shares, money
 
 NO_METADATA = "(no metadata)"
 #: What spreadsheets take for the beginning of a formula, wide forms included.

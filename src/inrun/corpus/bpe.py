@@ -17,7 +17,7 @@ import numpy as np
 
 from inrun.corpus.tokenizers import TokenIds, id_dtype, save_about
 from inrun.errors import ConfigurationError
-from inrun.ledger.files import Files, make_folder_durably, write_durably
+from inrun.files import Files, make_folder_durably, write_durably
 
 log = logging.getLogger("inrun")
 END = "<|endoftext|>"

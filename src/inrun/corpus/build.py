@@ -26,7 +26,7 @@ from inrun.corpus.documents import Bookmark, Document, Fields, Problems, SourceF
 from inrun.corpus.fingerprints import Content, state_of
 from inrun.corpus.tokenizers import Tokenizer, id_dtype
 from inrun.errors import DataError
-from inrun.ledger.files import Files, write_durably
+from inrun.files import Files, write_durably
 
 #: Called with bytes of the source files done, bytes in all, and documents so far.
 Tell = Callable[[int, int, int], None]

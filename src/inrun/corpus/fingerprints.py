@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from inrun.corpus.sources import SourceFile
 from inrun.errors import DataError
+from inrun.files import Files, write_durably
 
 #: Nanoseconds a file must have rested before its hash is remembered: a later change within one tick of its clock would not show.
 REST = 3_000_000_000
@@ -75,6 +75,4 @@ def _load(path: Path) -> dict[str, list[object]]:
 
 def _save(path: Path, known: dict[str, list[object]]) -> None:
     """Put the memory in place whole; of two processes the later one wins, and the other hashes again some day."""
-    aside = path.with_name(f"{NAME}.{secrets.token_hex(4)}.tmp")
-    aside.write_text(json.dumps(known))
-    os.replace(aside, path)
+    write_durably(Files(), path, json.dumps(known).encode(), shared=True)

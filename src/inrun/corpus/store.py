@@ -18,7 +18,6 @@ import logging
 import mmap
 import os
 import shutil
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -35,12 +34,7 @@ from inrun.corpus.documents import Fields, Problems, SourceFile, find_files
 from inrun.corpus.fingerprints import Content, contents
 from inrun.corpus.tokenizers import Tokenizer, load_tokenizer
 from inrun.errors import ConfigurationError, DataError
-from inrun.ledger.files import Files, make_folder_durably
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from inrun.files import Files, alone, make_folder_durably, put_folder
 
 log = logging.getLogger("inrun")
 #: Columns of documents that have few values, and that data can be chosen by.
@@ -77,7 +71,7 @@ def build_store(
         fingerprint = _fingerprint(files, read, fields, tokenizer)
         final = cache / fingerprint
         if not (final / "meta.json").is_file():
-            with _lock(cache / f"{fingerprint}.lock"):
+            with alone(cache / f"{fingerprint}.lock", waiting=_say_waiting):
                 if not (final / "meta.json").is_file():
                     _build(final, Builder(_aside(final), files, read, fields, tokenizer, problems, tell), fingerprint)
     except OSError as error:
@@ -108,27 +102,11 @@ def _build(final: Path, builder: Builder, fingerprint: str) -> None:
         disk.remove(path)
     if final.exists():  # without its meta.json: not from here
         shutil.rmtree(final)
-    disk.sync_folder(aside)
-    disk.rename(aside, final)
-    disk.sync_folder(final.parent)
+    put_folder(disk, aside, final)
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process; wait for one who has it."""
-    with open(path, "ab") as file:
-        if fcntl is not None:
-            waited = False
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not waited:
-                        log.info("inrun: another process is tokenising this data; waiting for it")
-                    waited = True
-                    time.sleep(0.1)
-        yield
+def _say_waiting() -> None:
+    log.info("inrun: another process is tokenising this data; waiting for it")
 
 
 class TokenStore:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inrun.errors import ConfigurationError, DataError
-from inrun.ledger.files import Files, make_folder_durably, write_durably
+from inrun.files import Files, make_folder_durably, write_durably
 
 #: What ``save`` writes beside the tokenizer's own files.
 ABOUT = "inrun_tokenizer.json"

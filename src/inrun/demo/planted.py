@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow.compute as pc
 
+from inrun.analysis.queries import CLEAR, scores
 from inrun.demo.texts import COPY, NOISE, SCRAMBLED
 from inrun.ledger import LedgerReader
-from inrun.ledger.queries import CLEAR, scores
 
 #: How scores are seen when planted samples are looked for: every step counts the same, early ones are not larger.
 VIEW = "standardised"

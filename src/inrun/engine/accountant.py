@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from inrun.analysis import Summary, summarise
 from inrun.engine.attach import Attachment
 from inrun.engine.audits import Schedule
 from inrun.engine.checks.coverage import Coverage
@@ -24,7 +25,7 @@ from inrun.engine.sites import Scored
 from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
-from inrun.ledger import Ledger, LedgerWriter, MemoryLedger, Summary, summarise
+from inrun.ledger import Ledger, LedgerWriter, MemoryLedger
 
 if TYPE_CHECKING:
     from inrun.fidelity import FidelityReport

@@ -1,19 +1,9 @@
-"""The books: what every step gave every sample. Imports no torch."""
+"""The ledger: what every step gave every sample, on disk or in memory. Imports no torch."""
 
-from inrun.ledger.disk import Ledger, LedgerReader
+from inrun.ledger.labels import Label
 from inrun.ledger.memory import MemoryLedger
-from inrun.ledger.record import SIGN, UNIT, LedgerWriter, StepRecord
-from inrun.ledger.summary import Summary, read_run, summarise
+from inrun.ledger.reader import LedgerReader
+from inrun.ledger.record import SIGN, UNIT, LedgerWriter, Skip, StepRecord
+from inrun.ledger.writer import Ledger
 
-__all__ = [
-    "SIGN",
-    "UNIT",
-    "Ledger",
-    "LedgerReader",
-    "LedgerWriter",
-    "MemoryLedger",
-    "StepRecord",
-    "Summary",
-    "read_run",
-    "summarise",
-]
+__all__ = ["SIGN", "UNIT", "Label", "Ledger", "LedgerReader", "LedgerWriter", "MemoryLedger", "Skip", "StepRecord"]

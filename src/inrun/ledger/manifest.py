@@ -1,17 +1,17 @@
-"""The manifest of one rank: an append-only list of records that says which parts exist.
+"""The manifest of one rank: an append-only list of entries that says which parts exist.
 
-Each record is one JSON line with the hash of the record before it. Kinds:
+Each entry is one JSON line with the hash of the entry before it. Kinds:
 
 ``begin``    the run: its id, and the hash of ``run.json``
 ``flush``    parts that were written (contributions and accounts of some steps)
 ``samples``  a part of the samples table
-``resume``   the run went on from an earlier record: ``flush`` records after ``keep`` no longer count
+``resume``   the run went on from an earlier entry: ``flush`` entries after ``keep`` no longer count
 ``drop``     parts that were set aside by ``inrun repair``
 ``about``    ``run.json`` was mended by ``inrun repair``; its new hash
-``gap``      stands where ``inrun repair`` found a damaged record, so that later ones (and marks) keep number and hash
+``gap``      stands where ``inrun repair`` found a damaged entry, so that later ones (and marks) keep number and hash
 
-``<rank>.head`` holds number and hash of the last record that was synced, and is up to date before the next one is begun. So
-what follows the record that the head knows may be the trace of a crash in the middle of a commit, and does not count;
+``<rank>.head`` holds number and hash of the last entry that was synced, and is up to date before the next one is begun. So
+what follows the entry that the head knows may be the trace of a crash in the middle of a commit, and does not count;
 anything else that is not whole is damage.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from inrun.errors import LedgerError
-from inrun.ledger.files import Files, write_durably
+from inrun.files import Files, write_durably
 
 FOLDER = "manifest"
 TABLES = ("contributions", "accounts", "samples")
@@ -52,8 +52,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Record:
-    """One line."""
+class ManifestEntry:
+    """One line of a manifest."""
 
     number: int
     kind: str
@@ -65,7 +65,7 @@ class Record:
     more: dict[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
-        """Return the record as plain data, without its hash."""
+        """Return the entry as plain data, without its hash."""
         parts = [{k: v for k, v in vars(p).items() if v is not None} for p in self.parts]
         fixed = {"number": self.number, "kind": self.kind, "rank": self.rank, "at_step": self.at_step}
         return {**fixed, "previous": self.previous, "parts": parts, "more": self.more}
@@ -81,7 +81,7 @@ class Record:
 
     @property
     def link(self) -> str:
-        """Return the hash that the next record, the head and marks refer to."""
+        """Return the hash that the next entry, the head and marks refer to."""
         return str(self.more.get("stands_for", self.hash))
 
     def line(self) -> bytes:
@@ -94,90 +94,90 @@ def _canonical(data: dict[str, Any]) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def parse(line: bytes) -> Record:
-    """Read a line; ValueError if it is not a whole, unchanged record."""
+def parse_entry(line: bytes) -> ManifestEntry:
+    """Read a line; ValueError if it is not a whole, unchanged entry."""
     try:
         data = json.loads(line)
         given = data.pop("hash")
         parts = tuple(Part(**p) for p in data["parts"])
-        record = Record(data["number"], data["kind"], data["rank"], data["at_step"], data["previous"], parts, data["more"])
-        whole = record.hash == given and record.line() == line
+        entry = ManifestEntry(data["number"], data["kind"], data["rank"], data["at_step"], data["previous"], parts, data["more"])
+        whole = entry.hash == given and entry.line() == line
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a record ({type(error).__name__})") from None
+        raise ValueError(f"not an entry ({type(error).__name__})") from None
     if not whole:
         raise ValueError("its hash does not fit its content")
-    if not _well_formed(record):
-        raise ValueError("it does not say what a record must say")
-    return record
+    if not _well_formed(entry):
+        raise ValueError("it does not say what an entry must say")
+    return entry
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _well_formed(record: Record) -> bool:
-    """Whether all fields have their types: a record may be whole and yet not be ours."""
-    more = record.more
-    counts = all(_is_count(x) for x in (record.number, record.rank, record.at_step))
+def _well_formed(entry: ManifestEntry) -> bool:
+    """Whether all fields have their types: an entry may be whole and yet not be ours."""
+    more = entry.more
+    counts = all(_is_count(x) for x in (entry.number, entry.rank, entry.at_step))
     parts = all(
         isinstance(p.path, str)
         and isinstance(p.sha256, str)
         and _is_count(p.rows)
         and _is_count(p.nbytes)
         and all(x is None or (isinstance(x, int) and not isinstance(x, bool)) for x in (p.first_step, p.last_step))
-        for p in record.parts
+        for p in entry.parts
     )
-    if not (counts and parts and record.kind in KINDS and isinstance(record.previous, str) and isinstance(more, dict)):
+    if not (counts and parts and entry.kind in KINDS and isinstance(entry.previous, str) and isinstance(more, dict)):
         return False
     named = more.get("parts", [])
     return (
-        (record.kind != "resume" or _is_count(more.get("keep")))
-        and (record.kind != "drop" or (isinstance(named, list) and all(isinstance(x, str) for x in named)))
-        and (record.kind not in ("begin", "about") or isinstance(more.get("run_json"), str))
+        (entry.kind != "resume" or _is_count(more.get("keep")))
+        and (entry.kind != "drop" or (isinstance(named, list) and all(isinstance(x, str) for x in named)))
+        and (entry.kind not in ("begin", "about") or isinstance(more.get("run_json"), str))
         and isinstance(more.get("stands_for", ""), str)
     )
 
 
 @dataclass
 class Chain:
-    """The records of one rank as they were found."""
+    """The entries of one rank as they were found."""
 
     rank: int
-    records: list[Record]
-    #: Bytes of whole records; what follows is the trace of a commit that did not finish.
+    entries: list[ManifestEntry]
+    #: Bytes of whole entries; what follows is the trace of a commit that did not finish.
     good_bytes: int
     #: What is wrong, if anything.
     damage: list[str]
-    #: Number of the record the head knows, if there is a head that can be read.
+    #: Number of the entry the head knows, if there is a head that can be read.
     head: int | None = None
 
     @property
     def last_hash(self) -> str:
-        """Return the hash the next record must refer to."""
-        return self.records[-1].link if self.records else ""
+        """Return the hash the next entry must refer to."""
+        return self.entries[-1].link if self.entries else ""
 
-    def live(self) -> list[Record]:
-        """Return the flush and samples records that count, in order."""
-        found: list[Record] = []
-        for record in self.records:
-            if record.kind == "resume":
-                found = [r for r in found if r.kind == "samples" or r.number <= record.more["keep"]]
-            elif record.kind == "drop":
-                gone = set(record.more["parts"])
+    def live(self) -> list[ManifestEntry]:
+        """Return the flush and samples entries that count, in order."""
+        found: list[ManifestEntry] = []
+        for entry in self.entries:
+            if entry.kind == "resume":
+                found = [r for r in found if r.kind == "samples" or r.number <= entry.more["keep"]]
+            elif entry.kind == "drop":
+                gone = set(entry.more["parts"])
                 found = [_without(r, gone) for r in found]
-            elif record.kind in ("flush", "samples"):
-                found.append(record)
+            elif entry.kind in ("flush", "samples"):
+                found.append(entry)
         return found
 
     def dropped(self) -> set[str]:
-        """Return the paths of parts that were recorded once and no longer count."""
-        ever = {p.path for r in self.records for p in r.parts}
+        """Return the paths of parts that were entered once and no longer count."""
+        ever = {p.path for r in self.entries for p in r.parts}
         return ever - {p.path for r in self.live() for p in r.parts}
 
 
-def _without(record: Record, gone: set[str]) -> Record:
-    parts = tuple(p for p in record.parts if p.path not in gone)
-    return Record(record.number, record.kind, record.rank, record.at_step, record.previous, parts, record.more)
+def _without(entry: ManifestEntry, gone: set[str]) -> ManifestEntry:
+    parts = tuple(p for p in entry.parts if p.path not in gone)
+    return ManifestEntry(entry.number, entry.kind, entry.rank, entry.at_step, entry.previous, parts, entry.more)
 
 
 def chain_path(run: Path, rank: int) -> Path:
@@ -186,7 +186,7 @@ def chain_path(run: Path, rank: int) -> Path:
 
 
 def head_path(run: Path, rank: int) -> Path:
-    """Return the file with the last synced record of a rank."""
+    """Return the file with the last synced entry of a rank."""
     return run / FOLDER / f"r{rank}.head"
 
 
@@ -201,49 +201,49 @@ def _ranks_named(run: Path, ending: str) -> set[int]:
 
 
 def read_chain(run: Path, rank: int) -> Chain:
-    """Read the records of a rank as far as they are whole and follow from each other; a writer may be at work."""
+    """Read the entries of a rank as far as they are whole and follow from each other; a writer may be at work."""
     for _ in range(20):
-        head = read_head(run, rank)  # before the records: a writer moves it after them
-        chain = _read_records(run, rank, head)
+        head = read_head(run, rank)  # before the entries: a writer moves it after them
+        chain = _read_entries(run, rank, head)
         if not chain.damage or read_head(run, rank) == head:
             break
     return chain
 
 
-def _read_records(run: Path, rank: int, head: tuple[int, str] | str | None) -> Chain:
+def _read_entries(run: Path, rank: int, head: tuple[int, str] | str | None) -> Chain:
     known = head[0] if isinstance(head, tuple) else None
     try:
         data = read_inside(run, chain_path(run, rank))
     except OSError as error:
         why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         return Chain(rank, [], 0, [f"manifest of rank {rank} {why}"], known)
-    records: list[Record] = []
+    entries: list[ManifestEntry] = []
     damage: list[str] = []
     place = 0
     for line in lines_of(data):
         try:
-            record = parse(line)
+            entry = parse_entry(line)
         except ValueError as error:
-            unfinished = len(records) == 0 if head is None else known == len(records) - 1
+            unfinished = len(entries) == 0 if head is None else known == len(entries) - 1
             if not unfinished:
-                damage.append(f"manifest of rank {rank}, record {len(records)}: {error}")
+                damage.append(f"manifest of rank {rank}, entry {len(entries)}: {error}")
             break
-        if (record.number, record.rank, record.previous) != (len(records), rank, records[-1].link if records else ""):
-            problem = f"it is record {record.number} of rank {record.rank}, where record {len(records)} should follow"
-            damage.append(f"manifest of rank {rank}, record {len(records)}: {problem}")
+        if (entry.number, entry.rank, entry.previous) != (len(entries), rank, entries[-1].link if entries else ""):
+            problem = f"it is entry {entry.number} of rank {entry.rank}, where entry {len(entries)} should follow"
+            damage.append(f"manifest of rank {rank}, entry {len(entries)}: {problem}")
             break
-        records.append(record)
+        entries.append(entry)
         place += len(line)
     if isinstance(head, str):
         damage.append(f"head of rank {rank}: {head}")
-    elif head is None and len(records) > 1:
+    elif head is None and len(entries) > 1:
         damage.append(f"head of rank {rank} is missing")
-    elif head is not None and head[0] >= len(records):
-        lost = f"record {known} was written and synced, but the manifest has whole records only up to {len(records) - 1}"
+    elif head is not None and head[0] >= len(entries):
+        lost = f"entry {known} was written and synced, but the manifest has whole entries only up to {len(entries) - 1}"
         damage.append(f"manifest of rank {rank}: {lost}")
-    elif head is not None and records[head[0]].link != head[1]:
-        damage.append(f"manifest of rank {rank}: record {known} is not the one that was synced")
-    return Chain(rank, records, place, damage, known)
+    elif head is not None and entries[head[0]].link != head[1]:
+        damage.append(f"manifest of rank {rank}: entry {known} is not the one that was synced")
+    return Chain(rank, entries, place, damage, known)
 
 
 def lines_of(data: bytes) -> Iterator[bytes]:
@@ -256,7 +256,7 @@ def lines_of(data: bytes) -> Iterator[bytes]:
 
 
 def read_head(run: Path, rank: int) -> tuple[int, str] | str | None:
-    """Return number and hash of the last synced record; None if there is no head, a text if it is damaged."""
+    """Return number and hash of the last synced entry; None if there is no head, a text if it is damaged."""
     try:
         data = read_inside(run, head_path(run, rank))
         found = json.loads(data)
@@ -283,28 +283,28 @@ def refuse_links(run: Path) -> None:
 
 
 def part_names(run: Path) -> list[str]:
-    """Return all Parquet files in the folders of the tables, recorded or not."""
+    """Return all Parquet files in the folders of the tables, entered or not."""
     return [f"{t}/{f.name}" for t in TABLES if not (run / t).is_symlink() for f in sorted((run / t).glob("*.parquet"))]
 
 
 def name_of_part(table: str, rank: int, number: int) -> str:
-    """Return the name of the part that record ``number`` of a rank will count."""
+    """Return the name of the part that entry ``number`` of a rank will count."""
     return f"{table}/r{rank}-{number:06d}.parquet"
 
 
 def place_of_part(name: str) -> tuple[int, int] | None:
-    """Return rank and number of the record of a part, by its name."""
+    """Return rank and number of the entry of a part, by its name."""
     found = re.fullmatch(r"[a-z]+/r(0|[1-9][0-9]*)-([0-9]{6,})\.parquet", name)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def survey(run: Path) -> tuple[list[Chain], list[str]]:
     """Read the manifests of all ranks; return them, and what shows that another one is missing."""
-    names = part_names(run)  # before the records: a rank begins its manifest before its first part
+    names = part_names(run)  # before the entries: a rank begins its manifest before its first part
     heads = _ranks_named(run, "head")
     chains = [read_chain(run, rank) for rank in ranks_of(run)]
     places = [place_of_part(name) for name in names]
-    begun = {c.rank for c in chains if c.records or c.damage}
+    begun = {c.rank for c in chains if c.entries or c.damage}
     missing = sorted((heads | {p[0] for p in places if p is not None}) - begun)
     damage = [f"manifest of rank {rank} is missing, and there are files of that rank" for rank in missing]
     if not chains and not missing and names:
@@ -318,33 +318,33 @@ def head_line(number: int, digest: str) -> bytes:
 
 
 class ManifestWriter:
-    """Appends records of one rank, durably and one at a time."""
+    """Appends entries of one rank, durably and one at a time."""
 
     def __init__(self, run: Path, rank: int, files: Files, chain: Chain | None) -> None:
         """Continue ``chain``, or begin a new one."""
         self.run, self.rank, self.files = run, rank, files
-        self.count = len(chain.records) if chain else 0
+        self.count = len(chain.entries) if chain else 0
         self.last_hash = chain.last_hash if chain else ""
         path = chain_path(run, rank)
         if chain is None:
             return
         if path.stat().st_size > chain.good_bytes:
             files.truncate(path, chain.good_bytes)
-        files.sync(path)  # the last records may be those of a process that was killed before its sync
-        if chain.records and chain.head != chain.records[-1].number:
-            write_durably(files, head_path(run, rank), head_line(chain.records[-1].number, chain.last_hash))
+        files.sync(path)  # the last entries may be those of a process that was killed before its sync
+        if chain.entries and chain.head != chain.entries[-1].number:
+            write_durably(files, head_path(run, rank), head_line(chain.entries[-1].number, chain.last_hash))
 
-    def append(self, kind: str, at_step: int, parts: tuple[Part, ...] = (), more: dict[str, Any] | None = None) -> Record:
-        """Commit one record: its line, then the head."""
-        record = Record(self.count, kind, self.rank, at_step, self.last_hash, parts, more or {})
+    def append(self, kind: str, at_step: int, parts: tuple[Part, ...] = (), more: dict[str, Any] | None = None) -> ManifestEntry:
+        """Commit one entry: its line, then the head."""
+        entry = ManifestEntry(self.count, kind, self.rank, at_step, self.last_hash, parts, more or {})
         path = chain_path(self.run, self.rank)
-        self.files.append(path, record.line())
+        self.files.append(path, entry.line())
         self.files.sync(path)
         if self.count == 0:
             self.files.sync_folder(path.parent)
-        self.count, self.last_hash = self.count + 1, record.hash
-        write_durably(self.files, head_path(self.run, self.rank), head_line(record.number, record.hash))
-        return record
+        self.count, self.last_hash = self.count + 1, entry.hash
+        write_durably(self.files, head_path(self.run, self.rank), head_line(entry.number, entry.hash))
+        return entry
 
 
 def check_relative(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Positions in the books: what a mark that was saved with a checkpoint means, and what no longer counts after a resume."""
+"""Positions in a ledger: what a mark that was saved with a checkpoint means, and what no longer counts after a resume."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from inrun.errors import LedgerError
-from inrun.ledger.files import Files
+from inrun.files import Files
 from inrun.ledger.manifest import Chain, ManifestWriter, chain_path, read_chain
 
 
 def resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files) -> Chain | None:
-    """Append a resume record to the manifest of a rank; return its records, None if it died before its first."""
+    """Append a resume entry to the manifest of a rank; return its entries, None if it died before its first."""
     chain = read_chain(run, rank)
-    if not chain.records and not chain.damage:
+    if not chain.entries and not chain.damage:
         files.remove(chain_path(run, rank))
         return None
     if chain.damage:
         raise LedgerError(f"{run} is damaged: {chain.damage[0]}. `inrun repair` saves what is whole; then resume from a checkpoint")
     step = 0 if mark is None else mark["step"]
     keep = 0 if mark is None else _position(run, chain, mark)
-    if chain.records[-1].number > keep:
+    if chain.entries[-1].number > keep:
         ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep})
     return read_chain(run, rank)
 
@@ -39,32 +39,32 @@ def check_mark(run: Path, about: dict[str, Any], mark: dict[str, Any] | None) ->
 
 
 def _position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
-    """Find the record of a rank up to which things count at a mark."""
+    """Find the entry of a rank up to which things count at a mark."""
     if chain.rank == mark["rank"]:
         number = mark["record"]
-        if not 0 <= number < len(chain.records) or chain.records[number].link != mark["hash"]:
-            raise LedgerError(f"{run} does not have the record the mark speaks of; is it another copy of the run, or cut short?")
-        if any(r.kind == "resume" and r.number > number > r.more["keep"] for r in chain.records):
+        if not 0 <= number < len(chain.entries) or chain.entries[number].link != mark["hash"]:
+            raise LedgerError(f"{run} does not have the entry the mark speaks of; is it another copy of the run, or cut short?")
+        if any(r.kind == "resume" and r.number > number > r.more["keep"] for r in chain.entries):
             raise LedgerError(
                 f"the mark at step {mark['step']} of {run} is on a branch that a resume from an older checkpoint has dropped; "
                 "resume from that checkpoint or a newer one"
             )
         return int(number)
-    # Another rank's mark: every rank flushes when marks are taken, so that some record ends exactly there.
+    # Another rank's mark: every rank flushes when marks are taken, so that some entry ends exactly there.
     step, found = mark["step"], 0
     straddles: int | None = None
-    for record in chain.records:
-        if record.kind == "resume":
-            found = min(found, record.more["keep"])
-            straddles = None if straddles is None or straddles > record.more["keep"] else straddles
-        elif record.kind == "flush" and record.more["marked"] < step:
-            if record.at_step <= step:
-                found = record.number
-            elif record.more["from_step"] < step:
-                straddles = record.number
+    for entry in chain.entries:
+        if entry.kind == "resume":
+            found = min(found, entry.more["keep"])
+            straddles = None if straddles is None or straddles > entry.more["keep"] else straddles
+        elif entry.kind == "flush" and entry.more["marked"] < step:
+            if entry.at_step <= step:
+                found = entry.number
+            elif entry.more["from_step"] < step:
+                straddles = entry.number
     if straddles is not None:
         raise LedgerError(
-            f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: record {straddles} holds "
+            f"rank {chain.rank} of {run} did not flush at step {step}, where the mark was taken: entry {straddles} holds "
             "steps from before and after. Call ledger.mark() on every rank when a checkpoint is saved"
         )
     return found

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.record import SIGN, UNIT, StepRecord
+from inrun.ledger.labels import set_of
+from inrun.ledger.record import StepRecord
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, SCORES
+from inrun.ledger.writer import Ledger
 
 
 class MemoryLedger:
@@ -21,57 +21,58 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._steps: dict[str, list[npt.NDArray[np.int64]]] = {}
-        self._ids: dict[str, list[npt.NDArray[np.int64]]] = {}
-        self._values: dict[str, list[npt.NDArray[np.float32]]] = {}
-        self._accounts: list[dict[str, Any]] = []
+        self._records: list[StepRecord] = []
 
     def write(self, record: StepRecord) -> None:
         """Add one step."""
-        for label, values in record.contributions.items():
-            self._steps.setdefault(label, []).append(np.full(len(values), record.step, np.int64))
-            self._ids.setdefault(label, []).append(record.sample_ids)
-            self._values.setdefault(label, []).append(values)
-        self._accounts.extend(record.accounts)
+        self._records.append(record)
+
+    def _column(self, label: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Return steps, sample ids and contributions of a label, in the order written."""
+        found = [(r.step, r.sample_ids, r.contributions[label]) for r in self._records if label in r.contributions]
+        steps = [np.full(len(values), step, np.int64) for step, _, values in found]
+        return np.concatenate(steps), np.concatenate([ids for _, ids, _ in found]), np.concatenate([v for _, _, v in found])
+
+    def _labels(self) -> list[str]:
+        return list(dict.fromkeys(label for record in self._records for label in record.contributions))
 
     def contributions(self) -> pa.Table:
-        """Return every contribution: step, sample_id, validation, contribution."""
-        labels = list(self._values)
-        columns: dict[str, pa.Array] = {
-            "step": pa.array(_join([a for x in labels for a in self._steps[x]], np.int64)),
-            "sample_id": pa.array(_join([a for x in labels for a in self._ids[x]], np.int64)),
-            "validation": pa.array([x for x in labels for a in self._values[x] for _ in range(len(a))], pa.string()),
-            "contribution": pa.array(_join([a for x in labels for a in self._values[x]], np.float32)),
-        }
-        return pa.table(columns, schema=CONTRIBUTIONS)
+        """Return every contribution: step, sample_id, validation, contribution; label by label, in the order written."""
+        parts = []
+        for label in self._labels():
+            steps, ids, values = self._column(label)
+            names = pa.DictionaryArray.from_arrays(np.zeros(len(ids), np.int32), pa.array([label])).cast(pa.string())
+            parts.append(pa.table([pa.array(steps), pa.array(ids), names, pa.array(values)], schema=CONTRIBUTIONS))
+        return pa.concat_tables(parts).combine_chunks() if parts else CONTRIBUTIONS.empty_table()
 
     def accounts(self) -> pa.Table:
-        """Return the accounts, one row per step and validation set (or point, or fold)."""
-        return pa.Table.from_pylist(self._accounts, schema=ACCOUNTS)
+        """Return the accounts: one row per step and validation label (a set, one of its points, or one of its folds)."""
+        return pa.Table.from_pylist([row for record in self._records for row in record.accounts], schema=ACCOUNTS)
 
     def scores(self) -> pa.Table:
-        """Return one row per sample and validation set, ordered by both.
+        """Return one row per sample and validation set; sets in the order they were first written, samples by id.
 
         ``score`` is the sum of contributions; of a set in folds it is their mean, and ``standard_error`` tells its error.
         """
-        folds: dict[str, list[str]] = {}
-        for label in self._values:
-            folds.setdefault(label.partition("#")[0], []).append(label)
-        parts = [self._sum_up(name, labels) for name, labels in folds.items()]
+        sets: dict[str, list[str]] = {}
+        for label in self._labels():
+            sets.setdefault(set_of(label), []).append(label)
+        parts = [self._sum_up(name, labels) for name, labels in sets.items()]
         return pa.concat_tables(parts) if parts else SCORES.empty_table()
 
     def _sum_up(self, name: str, labels: list[str]) -> pa.Table:
-        ids, steps = _join(self._ids[labels[0]]), _join(self._steps[labels[0]])
+        columns = [self._column(label) for label in labels]
+        steps, ids, _ = columns[0]
         order = np.argsort(ids, kind="stable")
         unique, start, counts = np.unique(ids[order], return_index=True, return_counts=True)
 
         def gather(how: Any, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
             return how.reduceat(values[order], start) if len(ids) else values[order]
 
-        sums = np.stack([gather(np.add, _join(self._values[x]).astype(np.float64)) for x in labels])
+        sums = np.stack([gather(np.add, values.astype(np.float64)) for _, _, values in columns])
         k = len(labels)
         error = sums.std(axis=0, ddof=1) / k**0.5 if k > 1 else np.full(len(unique), np.nan)
-        columns = {
+        answer = {
             "sample_id": unique,
             "validation": pa.array([name] * len(unique), pa.string()),
             "score": sums.mean(axis=0),
@@ -80,20 +81,14 @@ class MemoryLedger:
             "first_step": gather(np.minimum, steps),
             "last_step": gather(np.maximum, steps),
         }
-        return pa.table(columns, schema=SCORES)
+        return pa.table(answer, schema=SCORES)
 
     def save(self, folder: str | Path, about: dict[str, Any]) -> Path:
-        """Write what is held so far as Parquet, with ``about`` in ``run.json``; refuses a folder that has a run already."""
+        """Write what is held so far as a ledger, with ``about`` in ``run.json``; refuses a folder that has a run already."""
         path = Path(folder)
         if (path / "run.json").exists():
             raise LedgerError(f"{path} holds a run already; give a new folder")
-        for name, table in (("contributions", self.contributions()), ("accounts", self.accounts())):
-            (path / name).mkdir(parents=True, exist_ok=True)
-            pq.write_table(table, path / name / "part-0.parquet", write_page_checksum=True)
-        described = {"schema": 1, "sign": SIGN, "unit": UNIT, **about}
-        (path / "run.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        with Ledger(path, flush_every="1h", about=about) as ledger:
+            for record in self._records:
+                ledger.write(record)
         return path
-
-
-def _join(arrays: list[Any], dtype: Any = None) -> npt.NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)

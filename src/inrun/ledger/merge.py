@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -14,13 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from inrun.errors import LedgerError
-from inrun.ledger.disk import Ledger, LedgerReader
-from inrun.ledger.files import Files, write_durably
-from inrun.ledger.manifest import Part, Record, name_of_part, read_inside
+from inrun.files import Files, put_folder
+from inrun.ledger.manifest import ManifestEntry
+from inrun.ledger.reader import LedgerReader
+from inrun.ledger.saved import refuse_old_save
+from inrun.ledger.writer import Ledger
 
 
 def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Copy the parts of several ledgers into a new one; a record that two of them share counts once.
+    """Copy the parts of several ledgers into a new one; an entry that two of them share counts once.
 
     The new folder appears when all of it is there.
 
@@ -32,6 +33,8 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
     target = Path(out)
     if os.path.lexists(target):
         raise LedgerError(f"{target} exists already; give a new folder")
+    for path in paths:
+        refuse_old_save(Path(path))
     readers = [LedgerReader(p) for p in paths]
     about = _joint_about(readers)
     chosen = _choose(readers)
@@ -40,8 +43,7 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
         try:
             _copy_all(aside / "run", about, chosen)
-            os.rename(aside / "run", target)
-            Files().sync_folder(target.absolute().parent)
+            put_folder(Files(), aside / "run", target.absolute())
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -49,13 +51,10 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
     return target
 
 
-def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerReader, Record]]) -> None:
+def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerReader, ManifestEntry]]) -> None:
     with Ledger(folder, flush_every="1h", about=about) as ledger:
-        for reader, record in chosen:
-            ledger._at_step = max(ledger._at_step, record.at_step)
-            number = ledger._manifest.count
-            parts = tuple(_copy(ledger, reader, part, number) for part in record.parts)
-            ledger._commit(record.kind, parts, record.more)
+        for reader, entry in chosen:
+            ledger.adopt(entry, reader.path)
         _refuse_conflicts(ledger.samples())
 
 
@@ -84,50 +83,41 @@ def _joint_about(readers: list[LedgerReader]) -> dict[str, Any]:
     return {k: v for k, v in first.about.items() if k not in skip} | {"merged_from": first.about.get("run_id")}
 
 
-def _choose(readers: list[LedgerReader]) -> list[tuple[LedgerReader, Record]]:
-    """Return the records to copy, each once; refuse steps that two ledgers cover differently."""
-    chosen: list[tuple[LedgerReader, Record]] = []
+def _choose(readers: list[LedgerReader]) -> list[tuple[LedgerReader, ManifestEntry]]:
+    """Return the entries to copy, each once; refuse steps that two ledgers cover differently."""
+    chosen: list[tuple[LedgerReader, ManifestEntry]] = []
     place: dict[tuple[int, int, str], int] = {}
     for reader in readers:
         before = len(chosen)
-        for record in (r for chain in reader.chains() for r in chain.live() if r.parts):
-            key = (record.rank, record.number, record.previous)
+        for entry in (r for chain in reader.chains() for r in chain.live() if r.parts):
+            key = (entry.rank, entry.number, entry.previous)
             same = place.get(key)
-            if same is not None and set(chosen[same][1].parts) >= set(record.parts):
+            if same is not None and set(chosen[same][1].parts) >= set(entry.parts):
                 continue  # before the copies parted
-            if same is not None and set(chosen[same][1].parts) < set(record.parts):
-                chosen[same] = (reader, record)  # a repair had dropped parts from the other copy
+            if same is not None and set(chosen[same][1].parts) < set(entry.parts):
+                chosen[same] = (reader, entry)  # a repair had dropped parts from the other copy
                 continue
-            _refuse_overlap(chosen[:before], reader, record)
+            _refuse_overlap(chosen[:before], reader, entry)
             place[key] = len(chosen)
-            chosen.append((reader, record))
+            chosen.append((reader, entry))
     return chosen
 
 
-def _refuse_overlap(chosen: list[tuple[LedgerReader, Record]], reader: LedgerReader, record: Record) -> None:
-    if record.kind != "flush":
+def _refuse_overlap(chosen: list[tuple[LedgerReader, ManifestEntry]], reader: LedgerReader, entry: ManifestEntry) -> None:
+    if entry.kind != "flush":
         return
-    first, last = _covers(record)
+    first, last = _covers(entry)
     for other_reader, other in chosen:
         a, b = _covers(other)
-        if other.kind == "flush" and other.rank == record.rank and first <= b and a <= last:
+        if other.kind == "flush" and other.rank == entry.rank and first <= b and a <= last:
             raise LedgerError(
-                f"steps {max(first, a)} to {min(last, b)} of rank {record.rank} are in {other_reader.path} and, differently, in "
+                f"steps {max(first, a)} to {min(last, b)} of rank {entry.rank} are in {other_reader.path} and, differently, in "
                 f"{reader.path}: they would count twice. Resume one of them from the checkpoint where they part, or merge only "
                 "what follows"
             )
 
 
-def _covers(record: Record) -> tuple[int, int]:
-    """Return the first and last step that was under way while the rows of a record were written."""
-    first = int(record.more.get("from_step", 0))
-    return first, max(first, record.at_step - 1)
-
-
-def _copy(ledger: Ledger, reader: LedgerReader, part: Part, number: int) -> Part:
-    data = read_inside(reader.path, reader.path / part.path)
-    if hashlib.sha256(data).hexdigest() != part.sha256:
-        raise LedgerError(f"{reader.path / part.path} is damaged; run `inrun verify` and `inrun repair` first")
-    name = name_of_part(part.table, ledger.rank, number)
-    write_durably(ledger._files, ledger.path / name, data)
-    return Part(name, part.rows, part.nbytes, part.sha256, part.first_step, part.last_step)
+def _covers(entry: ManifestEntry) -> tuple[int, int]:
+    """Return the first and last step that was under way while the rows of an entry were written."""
+    first = int(entry.more.get("from_step", 0))
+    return first, max(first, entry.at_step - 1)

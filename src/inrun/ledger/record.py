@@ -1,7 +1,8 @@
-"""What the engine hands to a ledger, and the sign and unit of every number in it."""
+"""What the engine hands to a ledger, why a step may have no scores, and the sign and unit of every number."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +14,30 @@ SIGN = "positive = the sample lowered the validation loss"
 UNIT = "validation loss (nats for a language model)"
 
 
+class Skip(enum.Enum):
+    """Why a step was not scored. The value is the text in the accounts, where details may follow after a colon."""
+
+    VALIDATION_LOSS = "validation loss is not finite"
+    #: A loss scaler, or a loop such as that of ``inrun train`` with nonfinite=skip, left the step out: the weights stayed.
+    NO_STEP = "gradient is not finite and the optimizer did not step"
+    CONTRIBUTIONS = "gradient or contributions are not finite"
+
+    @classmethod
+    def parse(cls, text: str) -> Skip | None:
+        """Return the reason that a text of the accounts states; None if it is none of these."""
+        stated = text.partition(":")[0].strip()
+        return next((reason for reason in cls if reason.value == stated), None)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimizer stepped all the same, so that the weights moved and it counted the step."""
+        return self is not Skip.NO_STEP
+
+    def text(self, details: str = "") -> str:
+        """Return what the accounts say."""
+        return f"{self.value}: {details}" if details else self.value
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One optimizer step."""
@@ -20,9 +45,9 @@ class StepRecord:
     step: int
     #: ``[n]``; an id may occur more than once.
     sample_ids: npt.NDArray[np.int64]
-    #: Per validation label, ``[n]``; empty if the step was skipped.
+    #: Per validation label (see ``labels``), ``[n]``; empty if the step was skipped.
     contributions: dict[str, npt.NDArray[np.float32]]
-    #: One row per validation label: loss_before, loss_after (None unless audited), data, lr, clip, n_samples, skipped.
+    #: One row per validation label with the columns of ``schema.ACCOUNTS``; ``skipped`` is the text of a :class:`Skip`.
     accounts: list[dict[str, Any]] = field(default_factory=list)
 
 

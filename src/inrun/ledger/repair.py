@@ -14,20 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.disk import SCHEMA, read_about
-from inrun.ledger.files import Files, make_folder_durably, write_durably
-from inrun.ledger.lock import Lock
+from inrun.files import Files, make_folder_durably, write_durably
+from inrun.ledger.about import SCHEMA, read_about
+from inrun.ledger.lock import lock_rank
 from inrun.ledger.manifest import (
     FOLDER,
     Chain,
+    ManifestEntry,
     ManifestWriter,
-    Record,
     chain_path,
     check_relative,
     head_line,
     head_path,
     lines_of,
-    parse,
+    parse_entry,
     part_names,
     place_of_part,
     ranks_of,
@@ -41,7 +41,7 @@ from inrun.ledger.verify import Problem, verify
 
 ASIDE = "damaged"
 #: A part numbered higher than this is not ours.
-MOST_RECORDS = 10_000_000
+MOST_ENTRIES = 10_000_000
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Repair:
 
     path: str
     moved: list[str] = field(default_factory=list)
-    #: (table, first step, last step) that are lost; None for samples, and where record and part are both damaged.
+    #: (table, first step, last step) that are lost; None for samples, and where entry and part are both damaged.
     lost: list[tuple[str, int | None, int | None]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Repair:
 def _title(table: str, first: int | None, last: int | None) -> str:
     if first is not None:
         return f"{table} of steps {first} to {last}"
-    return table if table == "samples" else f"{table} of unknown steps (both the record and the part are damaged)"
+    return table if table == "samples" else f"{table} of unknown steps (both the entry and the part are damaged)"
 
 
 def repair(path: str | Path, files: Files | None = None) -> Repair:
@@ -85,7 +85,7 @@ def repair(path: str | Path, files: Files | None = None) -> Repair:
     try:
         with contextlib.ExitStack() as stack:
             for rank in _ranks(run):
-                stack.callback(Lock(run, rank).release)
+                stack.callback(lock_rank(run, rank).release)
             _mend(run, layer, done)
     except OSError as error:
         raise LedgerError(f"{run} could not be repaired: {error}. What was set aside is in {run / ASIDE}; try again") from error
@@ -104,7 +104,7 @@ def _mend(run: Path, files: Files, done: Repair) -> None:
     run_id = _run_id(run)
     for rank in ranks:
         _set_foreign_aside(run, rank, run_id, files, done)
-        _set_unrecorded_aside(run, rank, files, done)
+        _set_uncounted_aside(run, rank, files, done)
     for name in part_names(run) if not ranks else []:
         done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
         _move(run, name, files, done)
@@ -140,9 +140,9 @@ def _free(run: Path, name: str) -> Path:
 
 
 def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
-    """Write the manifest anew from the records that are whole; what a lost one counted is set aside."""
+    """Write the manifest anew from the entries that are whole; what a lost one counted is set aside."""
     chain = read_chain(run, rank)
-    if not chain.damage and (chain.records or not chain_path(run, rank).exists()):
+    if not chain.damage and (chain.entries or not chain_path(run, rank).exists()):
         return
     path, head = chain_path(run, rank), head_path(run, rank)
     try:
@@ -154,22 +154,22 @@ def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
         _move(run, f"manifest/r{rank}.jsonl", files, done)
     synced = read_head(run, rank)
     places = [place_of_part(name) for name in part_names(run)]
-    most = max([p[1] for p in places if p is not None and p[0] == rank and p[1] < MOST_RECORDS], default=0)
+    most = max([p[1] for p in places if p is not None and p[0] == rank and p[1] < MOST_ENTRIES], default=0)
     last = synced if isinstance(synced, tuple) else None
     known = salvage(data, rank, last, most)
-    records = _close_gaps(run, rank, known, last)
-    lost = sorted(set(range(max(known, default=-1) + 1)) - {r.number for r in records if r.kind != "gap"})
+    entries = _close_gaps(run, rank, known, last)
+    lost = sorted(set(range(max(known, default=-1) + 1)) - {r.number for r in entries if r.kind != "gap"})
     if lost:
-        done.notes.append(f"records {_ranges(lost)} of the manifest of rank {rank} are lost")
-    if not records:
+        done.notes.append(f"entries {_ranges(lost)} of the manifest of rank {rank} are lost")
+    if not entries:
         done.notes.append(f"the manifest of rank {rank} is lost; nothing of that rank can be trusted")
         _move(run, f"manifest/r{rank}.head", files, done)
         files.remove(path)
         files.sync_folder(path.parent)
     else:
-        write_durably(files, path, b"".join(r.line() for r in records))
-        write_durably(files, head, head_line(records[-1].number, records[-1].link))
-    kept = {p.path for r in records for p in r.parts}
+        write_durably(files, path, b"".join(r.line() for r in entries))
+        write_durably(files, head, head_line(entries[-1].number, entries[-1].link))
+    kept = {p.path for r in entries for p in r.parts}
     told = {p.path: p for r in known.values() if r is not None for p in r.parts}
     gone = Chain(rank, [r for r in known.values() if r is not None], 0, []).live()
     missing = [p for r in gone for p in r.parts if p.path not in kept and not (run / p.path).exists()]
@@ -178,7 +178,7 @@ def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
         place = place_of_part(name)
         if place is not None and place[0] == rank and name not in kept:
             part = told.get(name)
-            # Only where the head vouches for the last record is the next number the trace of a crash; else it may be a loss.
+            # Only where the head vouches for the last entry is the next number the trace of a crash; else it may be a loss.
             crash = last is not None and last[0] <= max(known, default=-1) and place[1] == max(known, default=-1) + 1
             if not crash:
                 steps = _steps_of(run / name) if part is None else (part.first_step, part.last_step)
@@ -186,20 +186,20 @@ def _mend_chain(run: Path, rank: int, files: Files, done: Repair) -> None:
             _move(run, name, files, done)
 
 
-def salvage(data: bytes, rank: int, head: tuple[int, str] | None, most: int) -> dict[int, Record | None]:
-    """Return the records that are whole in themselves, by number; None where one must have been. ``most`` bounds the number."""
-    options: dict[int, list[Record]] = {}
+def salvage(data: bytes, rank: int, head: tuple[int, str] | None, most: int) -> dict[int, ManifestEntry | None]:
+    """Return the entries that are whole in themselves, by number; None where one must have been. ``most`` bounds the number."""
+    options: dict[int, list[ManifestEntry]] = {}
     lines = list(lines_of(data))
     most = max(most, len(lines))
     for line in lines:
         with contextlib.suppress(ValueError):
-            record = parse(line)
-            if record.rank == rank and record.number <= most:
-                options.setdefault(record.number, []).append(record)
-    found: dict[int, Record | None] = {}
+            entry = parse_entry(line)
+            if entry.rank == rank and entry.number <= most:
+                options.setdefault(entry.number, []).append(entry)
+    found: dict[int, ManifestEntry | None] = {}
     expected: str | None = None
     top = max([*options, -1 if head is None else min(head[0], most)])
-    for number in range(top, -1, -1):  # each record vouches for the one before it
+    for number in range(top, -1, -1):  # each entry vouches for the one before it
         if expected is None and head is not None and number == head[0]:
             expected = head[1]
         fitting = [r for r in options.get(number, []) if expected is None or r.link == expected]
@@ -208,19 +208,19 @@ def salvage(data: bytes, rank: int, head: tuple[int, str] | None, most: int) -> 
     return dict(sorted(found.items()))
 
 
-def _close_gaps(run: Path, rank: int, known: dict[int, Record | None], head: tuple[int, str] | None) -> list[Record]:
-    """Return a chain of the known records; where one is lost, a record that stands for it, or the end.
+def _close_gaps(run: Path, rank: int, known: dict[int, ManifestEntry | None], head: tuple[int, str] | None) -> list[ManifestEntry]:
+    """Return a chain of the known entries; where one is lost, an entry that stands for it, or the end.
 
-    Only a lost ``flush`` or ``samples`` record, known by the files it counted, can be stood in for. Another one may have been a
+    Only a lost ``flush`` or ``samples`` entry, known by the files it counted, can be stood in for. Another one may have been a
     resume: going on without it would count steps twice.
     """
     names = part_names(run)
-    made: list[Record] = []
-    for number, record in known.items():
+    made: list[ManifestEntry] = []
+    for number, entry in known.items():
         after = known.get(number + 1)
         link = made[-1].link if made else ""
-        if record is not None and record.previous == link:
-            made.append(record)
+        if entry is not None and entry.previous == link:
+            made.append(entry)
             continue
         said = after.previous if after is not None else head[1] if head is not None and head[0] == number else None
         more = {} if said is None else {"stands_for": said}
@@ -228,22 +228,22 @@ def _close_gaps(run: Path, rank: int, known: dict[int, Record | None], head: tup
             begin = _begin_anew(run, after)
             if begin is None:
                 return []
-            made.append(Record(0, "begin", rank, 0, "", (), {**begin, **more}))
+            made.append(ManifestEntry(0, "begin", rank, 0, "", (), {**begin, **more}))
         elif any(place_of_part(name) == (rank, number) for name in names):
-            made.append(Record(number, "gap", rank, made[-1].at_step, link, (), more))
+            made.append(ManifestEntry(number, "gap", rank, made[-1].at_step, link, (), more))
         else:
             return made
     return made
 
 
-def _begin_anew(run: Path, after: Record | None) -> dict[str, Any] | None:
-    """Return what the first record says: by ``run.json``, by another rank, or with a new id if the next record is whole."""
+def _begin_anew(run: Path, after: ManifestEntry | None) -> dict[str, Any] | None:
+    """Return what the first entry says: by ``run.json``, by another rank, or with a new id if the next entry is whole."""
     try:
         about = read_about(run)
         digest = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
         return {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
     except LedgerError:
-        others = [c.records[0].more.get("run_id") for c in _begun(run)]
+        others = [c.entries[0].more.get("run_id") for c in _begun(run)]
     if not others and after is None:
         return None
     return {"run_id": others[0] if others else f"unknown-{str(after and after.previous)[:8]}", "run_json": ""}
@@ -271,12 +271,12 @@ def _steps_of(file: Path) -> tuple[int | None, int | None]:
 
 
 def _begun(run: Path) -> list[Chain]:
-    return [c for c in (read_chain(run, rank) for rank in ranks_of(run)) if c.records]
+    return [c for c in (read_chain(run, rank) for rank in ranks_of(run)) if c.entries]
 
 
 def _run_id(run: Path) -> str | None:
     """Return the id of the run: what ``run.json`` says if a manifest agrees, else what the first manifest says."""
-    ids = [c.records[0].more.get("run_id") for c in _begun(run)]
+    ids = [c.entries[0].more.get("run_id") for c in _begun(run)]
     try:
         said = read_about(run).get("run_id")
     except LedgerError:
@@ -286,24 +286,24 @@ def _run_id(run: Path) -> str | None:
 
 def _set_foreign_aside(run: Path, rank: int, run_id: str | None, files: Files, done: Repair) -> None:
     chain = read_chain(run, rank) if chain_path(run, rank).exists() else None
-    if chain is None or not chain.records or chain.records[0].more.get("run_id") == run_id:
+    if chain is None or not chain.entries or chain.entries[0].more.get("run_id") == run_id:
         return
-    done.notes.append(f"the books of rank {rank} belong to run {chain.records[0].more.get('run_id')}")
+    done.notes.append(f"the books of rank {rank} belong to run {chain.entries[0].more.get('run_id')}")
     done.lost += [(p.table, p.first_step, p.last_step) for r in chain.live() for p in r.parts]
     for ending in ("head", "jsonl"):
         _move(run, f"manifest/r{rank}.{ending}", files, done)
 
 
-def _set_unrecorded_aside(run: Path, rank: int, files: Files, done: Repair) -> None:
-    """Set aside what no record counts, so that no later record can be taken for its own."""
+def _set_uncounted_aside(run: Path, rank: int, files: Files, done: Repair) -> None:
+    """Set aside what no entry counts, so that no later entry can be taken for its own."""
     chain = read_chain(run, rank) if chain_path(run, rank).exists() else Chain(rank, [], 0, [])
-    ever = {p.path: p.sha256 for r in chain.records for p in r.parts}
+    ever = {p.path: p.sha256 for r in chain.entries for p in r.parts}
     places = {name: place_of_part(name) for name in part_names(run)}
     strays = {name: place[1] for name, place in places.items() if place is not None and place[0] == rank and name not in ever}
-    # The next number may be the trace of a crash; a higher one shows that records are gone.
-    short = not chain.records or max(strays.values(), default=0) > len(chain.records)
+    # The next number may be the trace of a crash; a higher one shows that entries are gone.
+    short = not chain.entries or max(strays.values(), default=0) > len(chain.entries)
     for name, number in strays.items():
-        if short and number >= len(chain.records) and not _is_copy(run / name, set(ever.values())):
+        if short and number >= len(chain.entries) and not _is_copy(run / name, set(ever.values())):
             done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
         _move(run, name, files, done)
 
@@ -328,22 +328,22 @@ def _mend_about(run: Path, run_id: str | None, files: Files, done: Repair) -> No
         done.notes.append("run.json was damaged and written anew; method, update and model of the run are no longer known")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     for chain in _begun(run):
-        known_digest = [r.more["run_json"] for r in chain.records if r.kind in ("begin", "about")][-1]
+        known_digest = [r.more["run_json"] for r in chain.entries if r.kind in ("begin", "about")][-1]
         if known_digest != digest:
-            ManifestWriter(run, chain.rank, files, chain).append("about", chain.records[-1].at_step, (), {"run_json": digest})
+            ManifestWriter(run, chain.rank, files, chain).append("about", chain.entries[-1].at_step, (), {"run_json": digest})
             if usable:
                 done.notes.append(f"run.json was changed since the run began, and is accepted as it is (rank {chain.rank})")
 
 
 def _set_parts_aside(run: Path, files: Files, done: Repair) -> None:
-    """Drop damaged parts by record, then move them."""
+    """Drop damaged parts by entry, then move them."""
     by_rank: dict[int, dict[str, Problem]] = {}
     for problem in verify(run).problems:
         if problem.part is not None and problem.rank is not None:
             by_rank.setdefault(problem.rank, {}).setdefault(problem.part, problem)
     for rank, parts in by_rank.items():
         chain = read_chain(run, rank)
-        ManifestWriter(run, rank, files, chain).append("drop", chain.records[-1].at_step, (), {"parts": sorted(parts)})
+        ManifestWriter(run, rank, files, chain).append("drop", chain.entries[-1].at_step, (), {"parts": sorted(parts)})
         for name, problem in parts.items():
             done.lost.append((name.split("/", 1)[0], problem.first_step, problem.last_step))
             with contextlib.suppress(LedgerError):  # a name that leads out of the run is dropped, and not touched

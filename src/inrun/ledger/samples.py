@@ -244,3 +244,36 @@ def _same(a: pa.ChunkedArray | None, b: pa.ChunkedArray | None) -> npt.NDArray[n
     if pa.types.is_floating(a.type):
         equal = pc.or_(equal, pc.fill_null(pc.and_(pc.is_nan(a), pc.is_nan(b)), False))
     return pc.or_(equal, pc.and_(a.is_null(), b.is_null())).to_numpy()
+
+
+class SeenIds:
+    """The sample ids of pieces, so that one that comes twice is found without all pieces at once.
+
+    Attributes:
+        count: How many there are.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._sorted: list[npt.NDArray[np.int64]] = []
+        self.count = 0
+
+    def add(self, ids: npt.NDArray[np.int64]) -> None:
+        """Add the ids of a piece, which are unique among themselves; LedgerError if an earlier piece had one of them."""
+        ids = np.sort(ids)
+        for other in self._sorted:
+            twice = np.intersect1d(ids, other, assume_unique=True)[:1] if _overlap(ids, other) else ids[:0]
+            if len(twice):
+                raise LedgerError(f"sample_id {twice[0]} occurs more than once among the samples; each sample counts once")
+        # Pieces in order, the usual case, grow one array: then nothing is compared but ends.
+        last = self._sorted[-1] if self._sorted else ids[:0]
+        if len(ids) and len(last) and last[-1] < ids[0]:
+            self._sorted[-1] = np.concatenate([last, ids])
+        else:
+            self._sorted.append(ids)
+        self.count += len(ids)
+
+
+def _overlap(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> bool:
+    """Whether the ranges of two sorted arrays meet."""
+    return bool(len(a) and len(b) and a[0] <= b[-1] and b[0] <= a[-1])

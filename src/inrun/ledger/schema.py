@@ -1,4 +1,4 @@
-"""The columns of the books."""
+"""The columns of a ledger's tables."""
 
 from __future__ import annotations
 
@@ -36,8 +36,3 @@ SCORES = pa.schema(
         ("last_step", pa.int64()),
     ]
 )
-
-
-def base_name(label: str) -> str:
-    """Return the validation set that a column belongs to: ``name`` of ``name#3`` (fold) and ``name[3]`` (point)."""
-    return label.partition("#")[0].partition("[")[0]

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
-from inrun.ledger.disk import THREADS_FROM, read_about
+from inrun.ledger.about import read_about
 from inrun.ledger.manifest import FOLDER, TABLES, Chain, Part, check_relative, part_names, place_of_part, read_inside, survey
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.parts import FIXED, parse_part
+from inrun.ledger.saved import refuse_old_save
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
     #: The steps that are affected, if they are known.
     first_step: int | None = None
     last_step: int | None = None
-    #: The recorded part, if it is one.
+    #: The part of the manifest, if it is one.
     part: str | None = None
     rank: int | None = None
 
@@ -44,7 +44,7 @@ class Verification:
     rows: int = 0
     nbytes: int = 0
     problems: list[Problem] = field(default_factory=list)
-    #: Harmless findings: files that no record counts.
+    #: Harmless findings: files that no entry counts.
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -68,10 +68,12 @@ class Verification:
 
 
 def verify(path: str | Path) -> Verification:
-    """Check a run; LedgerError only if there is none. A writer may be at work."""
+    """Check a run; LedgerError only if there is none, or one without a manifest. A writer may be at work."""
+    run = Path(path)
+    refuse_old_save(run)
     for _ in range(20):
-        found, chains = _verify(Path(path))
-        if found.good or _ends(survey(Path(path))[0]) == _ends(chains):  # else a resume may have removed parts meanwhile
+        found, chains = _verify(run)
+        if found.good or _ends(survey(run)[0]) == _ends(chains):  # else a resume may have removed parts meanwhile
             break
     return found
 
@@ -83,24 +85,24 @@ def _ends(chains: list[Chain]) -> list[tuple[int, str]]:
 def _verify(run: Path) -> tuple[Verification, list[Chain]]:
     found = Verification(str(run))
     found.problems += [Problem(n, "it is a link; the folders of a run are inside of it") for n in _links(run)]
-    names = part_names(run)  # before the records: a writer may be at work
+    names = part_names(run)  # before the entries: a writer may be at work
     chains, missing = survey(run)
     found.problems += [Problem(FOLDER, what) for what in missing]
-    if not any(chain.records for chain in chains):
+    if not any(chain.entries for chain in chains):
         if not (run / "run.json").exists() and not missing and not any(chain.damage for chain in chains):
             raise LedgerError(f"{run} holds no run: there is neither run.json nor a manifest")
         _check_readable(run, found)
-        found.notes.append("there is no whole record of any rank")
+        found.notes.append("there is no whole entry of any rank")
     for chain in chains:
         found.problems += [Problem(f"{FOLDER}/r{chain.rank}", d, rank=chain.rank) for d in chain.damage]
         _check_about(run, chain, found)
     counted: dict[str, int] = {}
     for chain in chains:
-        for record in chain.live():
-            for part in record.parts:
+        for entry in chain.live():
+            for part in entry.parts:
                 if part.path in counted:
                     steps = (part.first_step, part.last_step)
-                    found.problems.append(Problem(part.path, "two records count it", *steps, part.path, chain.rank))
+                    found.problems.append(Problem(part.path, "two entries count it", *steps, part.path, chain.rank))
                     continue
                 counted[part.path] = chain.rank
                 _check_part(run, part, chain.rank, found)
@@ -113,15 +115,15 @@ def _links(run: Path) -> list[str]:
 
 
 def _check_about(run: Path, chain: Chain, found: Verification) -> None:
-    """The first record knows the run's id and the hash of ``run.json``."""
-    if not chain.records:  # a crash in the very first commit, or damage that is named already
+    """The first entry knows the run's id and the hash of ``run.json``."""
+    if not chain.entries:  # a crash in the very first commit, or damage that is named already
         return
-    begin = chain.records[0]
+    begin = chain.entries[0]
     known = begin.more.get("run_json")
-    for record in chain.records:
-        known = record.more.get("run_json", known) if record.kind in ("begin", "about") else known
+    for entry in chain.entries:
+        known = entry.more.get("run_json", known) if entry.kind in ("begin", "about") else known
     if begin.kind != "begin":
-        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "its first record is not a beginning", rank=chain.rank))
+        found.problems.append(Problem(f"{FOLDER}/r{chain.rank}", "its first entry is not a beginning", rank=chain.rank))
         return
     try:
         data = read_inside(run, run / "run.json")
@@ -170,28 +172,27 @@ def _check_part(run: Path, part: Part, rank: int, found: Verification) -> None:
         bad("its content is not what was written")
     else:
         try:
-            opened = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-            table = opened.read(use_threads=len(data) > THREADS_FROM)
+            table = parse_part(data)
         except (OSError, ValueError, pa.ArrowException) as error:
             bad(f"it is not readable Parquet ({error})")
             return
         found.rows += table.num_rows
-        schema = {"contributions": CONTRIBUTIONS, "accounts": ACCOUNTS}.get(part.table)
+        schema = FIXED.get(part.table)
         if table.num_rows != part.rows or (schema is not None and not table.schema.equals(schema)):
-            bad("its rows or columns are not those that were recorded")
+            bad("its rows or columns are not those in the manifest")
 
 
 def _look_around(run: Path, chains: list[Chain], names: list[str], counted: set[str], found: Verification) -> None:
-    """Say which files no record counts; they are not read by anything."""
+    """Say which files no entry counts; they are not read by anything."""
     dropped = set().union(*(c.dropped() for c in chains)) if chains else set()
-    length = {c.rank: len(c.records) for c in chains if c.records}
+    length = {c.rank: len(c.entries) for c in chains if c.entries}
     for name in names:
         place = place_of_part(name)
         if name in counted or (place is not None and place[0] not in length):
             continue
         if place is not None and place[1] > length[place[0]] and name not in dropped:
-            what = f"it was written after record {place[1] - 1} of rank {place[0]}, which is gone: the manifest was cut short"
+            what = f"it was written after entry {place[1] - 1} of rank {place[0]}, which is gone: the manifest was cut short"
             found.problems.append(Problem(name, what, rank=place[0]))
             continue
-        why = "was dropped by a resume or repair" if name in dropped else "has no record (an unfinished commit, or not ours)"
+        why = "was dropped by a resume or repair" if name in dropped else "has no entry (an unfinished commit, or not ours)"
         found.notes.append(f"{name} {why}; it is not counted")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from inrun import statistics
 from inrun.errors import OptimizerError
 
 Group = dict[str, Any]
@@ -26,8 +27,6 @@ CHUNK_ELSEWHERE = 2**22
 #: A gradient this much smaller than the entry's scale is replaced by one of this size: u is straight there, and the
 #: difference of two float64 numbers still has 1e-8 of relative accuracy.
 TINY = 1e-7
-#: Gauss-Legendre points and weights on [0, 1] by their number.
-_quadrature: dict[int, list[tuple[float, float]]] = {}
 
 
 class UpdateRule:
@@ -249,17 +248,8 @@ def in_panels(edges: list[float], points: int) -> list[tuple[float, float]]:
 
 
 def gauss_legendre(points: int) -> list[tuple[float, float]]:
-    """Return points on [0, 1] and their weights.
-
-    They are the eigenvalues of the tridiagonal matrix of the Legendre recurrence, the weights the squared first entries
-    of its eigenvectors (Golub and Welsch).
-    """
-    if points not in _quadrature:
-        k = torch.arange(1, points, dtype=torch.float64)
-        beside = k / torch.sqrt(4 * k * k - 1)
-        x, vectors = torch.linalg.eigh(torch.diag(beside, 1) + torch.diag(beside, -1))
-        _quadrature[points] = list(zip(((1 + x) / 2).tolist(), vectors[0].square().tolist(), strict=True))
-    return _quadrature[points]
+    """Return points on [0, 1] and their weights; see :func:`inrun.statistics.gauss_legendre`."""
+    return list(statistics.gauss_legendre(points))
 
 
 _rules: dict[type[torch.optim.Optimizer], UpdateRule] = {}

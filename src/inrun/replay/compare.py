@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from inrun.ledger import StepRecord
-from inrun.ledger.schema import base_name
+from inrun.ledger.labels import set_of
 from inrun.replay.source import RecordedStep, Source
+from inrun.statistics import pearson, spearman
 
 Vector = npt.NDArray[np.float64]
 
@@ -73,18 +74,18 @@ def compare(
         states=states,
         steps=len(both),
         samples=len(samples),
-        spearman=correlation(ranks(a), ranks(b)),
-        pearson=correlation(a, b),
+        spearman=spearman(a, b),
+        pearson=pearson(a, b),
         total=_ratio(a.sum(), b.sum()),
         spread=_ratio(np.abs(again).sum(), np.abs(live).sum()),
-        domains=correlation(ranks(by_domain[0]), ranks(by_domain[1])) if len(domains) > 2 else math.nan,
+        domains=spearman(*by_domain) if len(domains) > 2 else math.nan,
         seconds=seconds,
     )
 
 
 def _set_of(name: str, columns: Any) -> Vector:
     """Return the contributions to a set: of one in folds their mean."""
-    return np.mean([np.asarray(v, np.float64) for label, v in columns.items() if base_name(label) == name], axis=0)
+    return np.mean([np.asarray(v, np.float64) for label, v in columns.items() if set_of(label) == name], axis=0)
 
 
 def _sums(group: npt.NDArray[np.int64], x: Vector) -> Vector:
@@ -93,19 +94,3 @@ def _sums(group: npt.NDArray[np.int64], x: Vector) -> Vector:
 
 def _ratio(a: float, b: float) -> float:
     return float(a / b) if b else math.nan
-
-
-def ranks(x: Vector) -> Vector:
-    """Return ranks from 1; equal numbers share the mean of theirs."""
-    _, group, counts = np.unique(x, return_inverse=True, return_counts=True)
-    mean: Vector = np.cumsum(counts) - (counts - 1) / 2
-    return mean[group]
-
-
-def correlation(a: Vector, b: Vector) -> float:
-    """Return Pearson's correlation; NaN where one side is constant."""
-    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
-        return math.nan
-    a, b = a - a.mean(), b - b.mean()
-    a, b = a / np.abs(a).max(), b / np.abs(b).max()  # tiny contributions must not underflow when squared
-    return float(a @ b / math.sqrt((a @ a) * (b @ b)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from inrun.errors import ConfigurationError, TrainingError
+from inrun.files import Files, put_folder
 from inrun.ledger import Ledger, StepRecord
-from inrun.ledger.schema import base_name
+from inrun.ledger.labels import set_of
 from inrun.replay.compare import Closeness, compare
 from inrun.replay.replayer import Look, Passed, Replayer, Tell
 from inrun.replay.source import RecordedStep, Source
@@ -106,7 +106,7 @@ def replay(
             scribe = _Scribe(ledger, list(sets), bool(check))
             passed = _run(replayer, steps, anchors_of(source.checkpoints), scribe, tell)
             _check_scored(scribe, steps)
-        os.replace(aside, final)
+        put_folder(Files(), aside, final)
     except OSError as error:
         raise TrainingError(f"the replay cannot be written to {final}: {error}") from error
     finally:
@@ -130,8 +130,8 @@ class _Scribe:
         self.skipped: dict[int, str] = {}
 
     def __call__(self, record: StepRecord) -> None:
-        accounts = [row for row in record.accounts if base_name(row["validation"]) in self.sets]
-        values = {label: x for label, x in record.contributions.items() if base_name(label) in self.sets}
+        accounts = [row for row in record.accounts if set_of(row["validation"]) in self.sets]
+        values = {label: x for label, x in record.contributions.items() if set_of(label) in self.sets}
         self.ledger.write(StepRecord(record.step, record.sample_ids, values, accounts))
         if self.keep:
             self.kept[record.step] = record

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from inrun.corpus.build import Tell
 from inrun.errors import ConfigurationError, TrainingError
-from inrun.ledger import Ledger
-from inrun.ledger.schema import base_name
+from inrun.ledger import Ledger, Skip
+from inrun.ledger.labels import set_of
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, ValidationSet, load_config, make_config
 from inrun.training.loop import lr_at
@@ -62,7 +62,7 @@ class Source:
     @property
     def live_sets(self) -> list[str]:
         """Return the validation sets that were scored live."""
-        return list(dict.fromkeys(base_name(label) for label in self.steps[0].live))
+        return list(dict.fromkeys(set_of(label) for label in self.steps[0].live))
 
 
 def open_source(
@@ -136,8 +136,8 @@ def _recorded(contributions: pa.Table, accounts: pa.Table) -> tuple[list[Recorde
     """Put together what the books say, step by step."""
     first = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min")]).sort_by("step").to_pylist()
     skipped = {a["step"]: a["skipped_min"] for a in first if a["skipped_min"] is not None}
-    # A step whose loss was not finite moved nothing, and the optimizer did not count it.
-    held = np.array(sorted(step for step, reason in skipped.items() if "did not step" in reason), np.int64)
+    # A step that the optimizer left out moved nothing, and it did not count it.
+    held = np.array(sorted(step for step, reason in skipped.items() if _held(reason)), np.int64)
     labels = pc.unique(contributions["validation"]).to_pylist()
     columns = {label: _by_step(contributions.filter(pc.equal(contributions["validation"], label))) for label in labels}
     steps = []
@@ -150,6 +150,11 @@ def _recorded(contributions: pa.Table, accounts: pa.Table) -> tuple[list[Recorde
             updates = step - int(np.searchsorted(held, step))
             steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live))
     return steps, skipped
+
+
+def _held(reason: str) -> bool:
+    skip = Skip.parse(reason)
+    return skip is not None and not skip.stepped
 
 
 def _by_step(rows: pa.Table) -> dict[int, tuple[Ids, Floats]]:

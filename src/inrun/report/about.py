@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import shlex
 from pathlib import Path
 from typing import Any
 
 from inrun.ledger import SIGN, UNIT
+from inrun.ledger.lock import holders
 from inrun.report.text import one_line
 
 #: Keys of run.json that the page shows in its own words, or not at all.
@@ -38,31 +36,11 @@ PAPER = """@inproceedings{wang2025data,
 
 
 def writer_at_work(run: Path) -> bool | None:
-    """Say whether a process of this machine is writing to the run; None if the books were not closed by one that is not here."""
-    state: bool | None = False
-    for path in sorted(run.glob("lock-r*")):
-        try:
-            holder = json.loads(path.read_text(encoding="utf-8") or "{}")
-        except (OSError, ValueError, RecursionError):
-            continue
-        if not isinstance(holder, dict) or not holder:
-            continue
-        if holder.get("host") == platform.node() and _alive(holder.get("pid")):
-            return True
-        state = None
-    return state
-
-
-def _alive(pid: object) -> bool:
-    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
+    """Say whether a process of this machine is writing to the run; None if it was not closed by one that is not here."""
+    named = holders(run)
+    if any(holder.is_alive for holder in named):
         return True
-    return True
+    return None if named else False
 
 
 def facts(about: dict[str, Any]) -> list[tuple[str, str]]:

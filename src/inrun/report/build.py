@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from inrun.errors import ConfigurationError
-from inrun.ledger.disk import LedgerReader
+from inrun.files import Files, write_durably
+from inrun.ledger import LedgerReader
 from inrun.report.gather import gather
 from inrun.report.page import ReportError, render
 
@@ -40,14 +40,9 @@ def build_report(
     if path.is_dir():
         raise ConfigurationError(f"{str(path)!r} is a folder; give the name of a file, such as {str(path / NAME)!r}")
     page = render(found, title).encode("utf-8")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_bytes(page)
-            os.replace(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
+        write_durably(Files(), path, page, shared=True)
     except OSError as error:
         raise ReportError(f"{str(path)!r} cannot be written: {error}") from error
     return path

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inrun.ledger.queries import CLEAR
-from inrun.ledger.views import Books
+from inrun.analysis.queries import CLEAR
+from inrun.ledger.tables import Tables
 from inrun.report.text import digits
+from inrun.statistics import spearman
 
 #: Bars of the histogram on the longer side of zero, and the share of samples that the two end bars gather on each side.
 BARS, TAIL = 40, 0.005
@@ -40,10 +41,10 @@ class Distribution:
     beyond: tuple[int, int] = (0, 0)
 
 
-def distribution(books: Books, name: str) -> Distribution:
+def distribution(tables: Tables, name: str) -> Distribution:
     """Count the scores of a validation set into bars; zero is always an edge."""
     clear = f"score + {CLEAR} * standard_error < 0"
-    samples, negative, judged, clearly, mean, *places, error = books.row(
+    samples, negative, judged, clearly, mean, *places, error = tables.row(
         f"""SELECT count(*), count(*) FILTER (score < 0), count(standard_error), count(*) FILTER ({clear}), avg(score),
                    quantile_disc(score, 0.5), quantile_disc(score, {TAIL}), quantile_disc(score, {1 - TAIL}), min(score),
                    max(score), quantile_disc(standard_error, 0.5)
@@ -52,16 +53,16 @@ def distribution(books: Books, name: str) -> Distribution:
     )
     found = Distribution(samples, negative, clearly if judged else None, digits(mean), digits(places[0]), digits(error))
     if samples:
-        _count(books, name, found, places[1], places[2], judged > 0)
+        _count(tables, name, found, places[1], places[2], judged > 0)
     return found
 
 
-def _count(books: Books, name: str, found: Distribution, low: float, high: float, judged: bool) -> None:
+def _count(tables: Tables, name: str, found: Distribution, low: float, high: float, judged: bool) -> None:
     low, high = min(low, 0.0), max(high, 0.0)
     width = max(-low, high) / BARS or 1.0
     below, above = math.ceil(-low / width - 1e-9), max(math.ceil(high / width - 1e-9), 1)
     bar = f"greatest(-{below}, least({above - 1}, floor(score / $width)))::INT"
-    rows = books.relation(
+    rows = tables.relation(
         f"""SELECT {bar} AS bar, count(*) FILTER (score + {CLEAR} * standard_error < 0),
                    count(*) FILTER (score - {CLEAR} * standard_error > 0), count(*) FILTER (score < 0), count(*),
                    count(*) FILTER (score < $low), count(*) FILTER (score > $high)
@@ -91,19 +92,19 @@ class Agreements:
     thinned: int
 
 
-def agreements(books: Books, names: list[str], samples: int) -> Agreements:
-    """Correlate the ranks of all pairs; as :func:`inrun.ledger.queries.agreement`, without sorting a set again for each pair."""
+def agreements(tables: Tables, names: list[str], samples: int) -> Agreements:
+    """Correlate the ranks of all pairs; as :func:`inrun.analysis.queries.agreement`, without sorting a set again for each pair."""
     thinned = max(1, -(-samples * len(names) // MOST_RANKED))
-    scores = [_scores_of(books, name, thinned) for name in names]
+    scores = [_scores_of(tables, name, thinned) for name in names]
     matrix: list[list[float | None]] = [[1.0 if i == j else None for j in range(len(names))] for i in range(len(names))]
     for (i, a), (j, b) in combinations(enumerate(scores), 2):
         matrix[i][j] = matrix[j][i] = digits(_spearman(a, b), 3)
     return Agreements(matrix, thinned)
 
 
-def _scores_of(books: Books, name: str, thinned: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _scores_of(tables: Tables, name: str, thinned: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     some = "" if thinned == 1 else f"AND hash(sample_id) % {thinned} = 0"
-    found = books.table(f"SELECT sample_id, score FROM scored WHERE validation = $name {some} ORDER BY sample_id", name=name)
+    found = tables.table(f"SELECT sample_id, score FROM scored WHERE validation = $name {some} ORDER BY sample_id", name=name)
     return found["sample_id"].to_numpy(), found["score"].to_numpy()
 
 
@@ -112,13 +113,5 @@ def _spearman(a: tuple[npt.NDArray[Any], npt.NDArray[Any]], b: tuple[npt.NDArray
     if not np.array_equal(a[0], b[0]):
         _, here, there = np.intersect1d(a[0], b[0], assume_unique=True, return_indices=True)
         x, y = x[here], y[there]
-    if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
-        return None
-    return float(np.clip(np.corrcoef(_ranks(x), _ranks(y))[0, 1], -1.0, 1.0))
-
-
-def _ranks(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return ranks; equal values share the mean of theirs."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return (ends - (counts - 1) / 2.0)[place]
+    found = spearman(x, y)
+    return None if math.isnan(found) else found

@@ -1,4 +1,4 @@
-"""Everything the page shows, read from the books in bounded size: aggregates, and a bounded number of samples."""
+"""Everything the page shows, read from the ledger in bounded size: aggregates, and a bounded number of samples."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inrun.analysis.queries import info as count_run
 from inrun.errors import ConfigurationError
-from inrun.ledger.disk import Ledger, LedgerReader
-from inrun.ledger.queries import info as count_run
-from inrun.ledger.views import Ask, Books, open_books
+from inrun.ledger import LedgerReader
+from inrun.ledger.reader import reader_of
+from inrun.ledger.scores import Ask, add_up
+from inrun.ledger.tables import Tables
 from inrun.report.about import writer_at_work
-from inrun.report.accounts import SetBooks, names_in_accounts, read_accounts
+from inrun.report.accounts import SetAccounts, read_accounts
 from inrun.report.distribution import Agreements, Distribution, agreements, distribution
 from inrun.report.groups import Grouping, Stages, columns_to_offer, group_by, stages_of
 from inrun.report.metrics import Metrics, read_metrics
@@ -27,7 +29,7 @@ class Findings:
 
     path: str
     about: dict[str, Any]
-    #: A process writes to the run; None: the books are open, and nobody here writes to them.
+    #: A process writes to the run; None: the ledger is open, and nobody here writes to it.
     at_work: bool | None
     steps: int
     first_step: int | None
@@ -42,7 +44,7 @@ class Findings:
     #: Validation sets that are shown, each with its number of folds; how many more the run has.
     sets: dict[str, int] = field(default_factory=dict)
     more_sets: int = 0
-    accounts: list[SetBooks] = field(default_factory=list)
+    accounts: list[SetAccounts] = field(default_factory=list)
     distributions: list[Distribution] = field(default_factory=list)
     agreement: Agreements | None = None
     stages: Stages | None = None
@@ -67,7 +69,7 @@ def gather(run: LedgerReader | str | Path, *, by: str | None, top: int, text: bo
     """
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= 1000:
         raise ConfigurationError(f"top is {top!r}; it must be an integer from 1 to 1000")
-    reader = run if isinstance(run, LedgerReader) else Ledger.open(run)
+    reader = reader_of(run)
     at_work = writer_at_work(reader.path)
     counted = count_run(reader)
     found = Findings(
@@ -85,25 +87,25 @@ def gather(run: LedgerReader | str | Path, *, by: str | None, top: int, text: bo
         text=text,
         metrics=read_metrics(reader.path),
     )
-    with open_books(reader) as books:
-        _read(books, found, by, top)
+    with reader.tables() as tables:
+        _read(tables, found, by, top)
     return found
 
 
-def _read(books: Books, found: Findings, by: str | None, top: int) -> None:
-    columns = columns_to_offer(books, by) if books.columns or by else []
-    sets = dict(list(books.sets().items())[:MOST_SETS])
-    names = list(sets) or names_in_accounts(books)[:MOST_SETS]
+def _read(tables: Tables, found: Findings, by: str | None, top: int) -> None:
+    columns = columns_to_offer(tables, by) if tables.columns or by else []
+    sets = dict(list(tables.sets().items())[:MOST_SETS])
+    names = list(sets) or list(tables.sets_in_accounts())[:MOST_SETS]
     found.sets = {name: len(sets.get(name, [""])) for name in names}
-    found.more_sets = max(len(books.sets()) - len(names), 0)
+    found.more_sets = max(len(tables.sets()) - len(names), 0)
     method, update = str(found.about.get("method", "?")), str(found.about.get("update", "?"))
-    found.accounts = read_accounts(books, names, method, update)
+    found.accounts = read_accounts(tables, names, method, update)
     if not sets:
         return
-    books.score(sets, Ask())
-    found.distributions = [distribution(books, name) for name in names]
-    found.agreement = agreements(books, names, found.samples_used)
-    first, last = books.row("SELECT min(step), max(step) FROM contributions")
+    add_up(tables, sets, Ask())
+    found.distributions = [distribution(tables, name) for name in names]
+    found.agreement = agreements(tables, names, found.samples_used)
+    first, last = tables.row("SELECT min(step), max(step) FROM contributions")
     found.stages = stages_of(first, last)
-    found.groupings = [group_by(books, column, sets, found.stages) for column in columns]
-    found.shown = samples_to_show(books, names, columns, top, found.text, found.samples_used)
+    found.groupings = [group_by(tables, column, sets, found.stages) for column in columns]
+    found.shown = samples_to_show(tables, names, columns, top, found.text, found.samples_used)

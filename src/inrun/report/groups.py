@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inrun.ledger.queries import CLEAR
-from inrun.ledger.views import Books, quoted
+from inrun.analysis.queries import CLEAR
+from inrun.ledger.tables import Tables, quoted
 from inrun.report.text import digits, one_line
 
 #: Stages of training; groups that get a colour; groups with a row in the tables; columns that can be chosen.
@@ -59,29 +59,29 @@ def stages_of(first: int, last: int, count: int = STAGES) -> Stages:
     return Stages(edges[:-1], [edge - 1 for edge in edges[1:]])
 
 
-def columns_to_offer(books: Books, by: str | None) -> list[str]:
+def columns_to_offer(tables: Tables, by: str | None) -> list[str]:
     """Choose the columns that samples are grouped by: the one asked for, the well-known ones, then those with few values."""
     if by is not None:
-        books.column(by)  # says what there is instead
-    known = [c for c in FAVOURED if c in books.columns and _has_values(books, c)]
+        tables.column(by)  # says what there is instead
+    known = [c for c in FAVOURED if c in tables.columns and _has_values(tables, c)]
     found = list(dict.fromkeys(([by] if by else []) + known))
-    for column in books.columns:
+    for column in tables.columns:
         if len(found) >= MOST_COLUMNS:
             break
         if column not in found and column not in (*NO_GROUPS, *FAVOURED):
-            (values,) = books.row(f"SELECT count(*) FROM (SELECT DISTINCT {quoted(column)} FROM samples LIMIT {FEW_VALUES + 1})")
+            (values,) = tables.row(f"SELECT count(*) FROM (SELECT DISTINCT {quoted(column)} FROM samples LIMIT {FEW_VALUES + 1})")
             if 1 < values <= FEW_VALUES:
                 found.append(column)
     return found[:MOST_COLUMNS]
 
 
-def _has_values(books: Books, column: str) -> bool:
-    return bool(books.row(f"SELECT count(*) > 0 FROM (SELECT 1 FROM samples WHERE {quoted(column)} IS NOT NULL LIMIT 1)")[0])
+def _has_values(tables: Tables, column: str) -> bool:
+    return bool(tables.row(f"SELECT count(*) > 0 FROM (SELECT 1 FROM samples WHERE {quoted(column)} IS NOT NULL LIMIT 1)")[0])
 
 
-def group_by(books: Books, column: str, sets: dict[str, list[str]], stages: Stages) -> Grouping:
+def group_by(tables: Tables, column: str, sets: dict[str, list[str]], stages: Stages) -> Grouping:
     """Add up scores by a column. The heaviest groups keep their names; the others are gathered, so that the answer is bounded."""
-    connection = books.connection
+    connection = tables.connection
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE kinds AS SELECT sample_id, first({quoted(column)}::VARCHAR) AS kind FROM samples GROUP BY 1"
     )
@@ -92,10 +92,10 @@ def group_by(books: Books, column: str, sets: dict[str, list[str]], stages: Stag
         SELECT kind, coalesce(max(part), 0) AS part FROM parts GROUP BY kind"""
     place = "(row_number() OVER (ORDER BY part DESC, kind NULLS LAST) - 1)::INT AS place"
     connection.execute(f"CREATE OR REPLACE TEMP TABLE weighed AS SELECT *, {place} FROM ({weighed})")
-    (count,) = books.row("SELECT count(*) FROM weighed")
+    (count,) = tables.row("SELECT count(*) FROM weighed")
     rows = count if count <= MOST_ROWS else MOST_ROWS - 1
     colours = count if count <= MOST_COLOURS else MOST_COLOURS - 1
-    names = [row[0] for row in books.relation(f"SELECT kind FROM weighed WHERE place < {rows} ORDER BY place").fetchall()]
+    names = [row[0] for row in tables.relation(f"SELECT kind FROM weighed WHERE place < {rows} ORDER BY place").fetchall()]
     connection.execute(
         f"""CREATE OR REPLACE TEMP TABLE placed AS SELECT s.sample_id, least(w.place, {rows})::INT AS row
             FROM (SELECT DISTINCT sample_id FROM scored) s LEFT JOIN kinds k USING (sample_id)
@@ -104,8 +104,8 @@ def group_by(books: Books, column: str, sets: dict[str, list[str]], stages: Stag
     found = Grouping(column, _labels(names), colours, gathered=count - rows)
     if found.gathered:
         found.names.append(f"{found.gathered:,} other groups")
-    found.whole = _whole(books, list(sets), len(found.names))
-    found.stages = _staged(books, sets, stages, colours, colours + (count > colours))
+    found.whole = _whole(tables, list(sets), len(found.names))
+    found.stages = _staged(tables, sets, stages, colours, colours + (count > colours))
     return found
 
 
@@ -120,8 +120,8 @@ def _labels(kinds: list[str | None]) -> list[str]:
     return labels
 
 
-def _whole(books: Books, names: list[str], rows: int) -> list[list[dict[str, Any]]]:
-    answer = books.relation(
+def _whole(tables: Tables, names: list[str], rows: int) -> list[list[dict[str, Any]]]:
+    answer = tables.relation(
         f"""SELECT validation, row, sum(score), count(*), sum(times_used), count(*) FILTER (score < 0), count(standard_error),
                    count(*) FILTER (score + {CLEAR} * standard_error < 0)
             FROM scored JOIN placed USING (sample_id) GROUP BY 1, 2"""
@@ -140,10 +140,11 @@ def _whole(books: Books, names: list[str], rows: int) -> list[list[dict[str, Any
 
 
 def _staged(
-    books: Books, sets: dict[str, list[str]], stages: Stages, colours: int, groups: int
+    tables: Tables, sets: dict[str, list[str]], stages: Stages, colours: int, groups: int
 ) -> list[list[dict[str, list[Any]]]]:
     """Totals are sums of contributions (the mean over folds), so that no table of samples and stages is needed."""
     folds = {name: len(labels) for name, labels in sets.items()}
+    name_of = {label: name for name, labels in sets.items() for label in labels}
     count = len(stages.first)
 
     def empty() -> dict[str, list[Any]]:
@@ -151,18 +152,23 @@ def _staged(
 
     found = {name: [empty() for _ in range(groups)] for name in sets}
     group = f"least(row, {colours})::INT"
-    added = books.relation(
-        f"""SELECT split_part(validation, '#', 1) AS name, {group}, {stages.sql("step")}, sum(contribution::DOUBLE), count(*)
+    added = tables.relation(
+        f"""SELECT validation, {group}, {stages.sql("step")}, sum(contribution::DOUBLE), count(*)
             FROM contributions JOIN placed USING (sample_id)
-            WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3""",
+            WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3""",
         labels=[label for labels in sets.values() for label in labels],
     ).fetchall()
-    for name, place, stage, total, rows in added:
+    sums: dict[tuple[str, int, int], tuple[float, int]] = {}
+    for label, place, stage, total, rows in added:
+        key = (name_of[label], place, stage)
+        before = sums.get(key, (0.0, 0))
+        sums[key] = (before[0] + total, before[1] + rows)
+    for (name, place, stage), (total, rows) in sums.items():
         found[name][place]["total"][stage] = digits(total / folds[name])
         found[name][place]["uses"][stage] = round(rows / folds[name])
     first_used = f"""
         SELECT validation, {group}, {stages.sql("first_step")}, count(*)
         FROM scored JOIN placed USING (sample_id) GROUP BY 1, 2, 3"""
-    for name, place, stage, samples in books.relation(first_used).fetchall():
+    for name, place, stage, samples in tables.relation(first_used).fetchall():
         found[name][place]["new"][stage] = samples
     return [found[name] for name in sets]

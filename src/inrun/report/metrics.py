@@ -1,4 +1,4 @@
-"""The training curve that ``inrun train`` writes beside the books: ``metrics.jsonl``, one JSON object a line."""
+"""The training curve that ``inrun train`` writes beside the ledger: ``metrics.jsonl``, one JSON object a line."""
 
 from __future__ import annotations
 

@@ -31,18 +31,18 @@ def payload(found: Findings) -> dict[str, Any]:
 def _metrics(found: Findings) -> dict[str, Any] | None:
     if found.metrics is None:
         return None
-    known = {books.name: books.curve for books in found.accounts}
+    known = {accounts.name: accounts.curve for accounts in found.accounts}
     new = {name: curve for name, curve in found.metrics.evaluation.items() if not _same(curve, known.get(name))}
     evaluation = [{"name": one_line(name, 60), **curve} for name, curve in new.items()]
     return {"training": found.metrics.training, "evaluation": evaluation}
 
 
-def _same(evaluation: dict[str, list[Any]], books: dict[str, list[Any]] | None) -> bool:
-    """Whether a curve of the metrics says what the books say already, up to their last flush; both may be thinned."""
-    if books is None or not books["step"]:
+def _same(evaluation: dict[str, list[Any]], booked: dict[str, list[Any]] | None) -> bool:
+    """Whether a curve of the metrics says what the accounts say already, up to their last flush; both may be thinned."""
+    if booked is None or not booked["step"]:
         return False
     step, loss = np.array(evaluation["step"]), np.array(evaluation["loss"])
-    within = (step >= books["step"][0]) & (step <= books["step"][-1])
-    if not within.any() or within.sum() > len(books["step"]):
+    within = (step >= booked["step"][0]) & (step <= booked["step"][-1])
+    if not within.any() or within.sum() > len(booked["step"]):
         return False
-    return bool(np.allclose(np.interp(step[within], books["step"], books["loss"]), loss[within], rtol=2e-3))
+    return bool(np.allclose(np.interp(step[within], booked["step"], booked["loss"]), loss[within], rtol=2e-3))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from inrun.ledger.views import Books, quoted
+from inrun.ledger.tables import Tables, quoted
 from inrun.report.text import digits, one_line, safe_json, visible
 
 #: Characters of a text; bytes that all samples may take in the page; sets of duplicates, and members that are shown of each.
@@ -35,28 +35,28 @@ class Shown:
     left_out: int = 0
 
 
-def samples_to_show(books: Books, names: list[str], columns: list[str], top: int, text: bool, samples: int) -> Shown:
+def samples_to_show(tables: Tables, names: list[str], columns: list[str], top: int, text: bool, samples: int) -> Shown:
     """Choose samples, and fetch what is known about them.
 
     Args:
-        books: With the table ``scored``.
+        tables: With the table ``scored``.
         names: Validation sets, in order.
         columns: Metadata columns whose values are shown and can be filtered by.
         top: Samples at either end of every set.
         text: Whether texts go into the page.
         samples: Samples of the run.
     """
-    wanted = {"top": _extremes(books, names, top, "DESC"), "bottom": _extremes(books, names, top, "ASC")}
-    written = next((c for c in ("text", "preview") if c in books.columns), None)
+    wanted = {"top": _extremes(tables, names, top, "DESC"), "bottom": _extremes(tables, names, top, "ASC")}
+    written = next((c for c in ("text", "preview") if c in tables.columns), None)
     twins: list[tuple[int, list[int]]] = []
     found = Shown()
     if written is not None and samples <= MOST_SEARCHED:
-        found.twin_texts, found.twin_samples, twins = _twins(books, written)
+        found.twin_texts, found.twin_samples, twins = _twins(tables, written)
     # From the extremes inwards, set by set in turn, so that a page that is full has the best of every set.
     lists = [ids for pair in zip(*wanted.values(), strict=True) for ids in pair]
     order = [ids[k] for k in range(top) for ids in lists if k < len(ids)]
     order = list(dict.fromkeys([i for ids in twins for i in ids[1]] + order))
-    rows = _rows(books, order, names, columns, written if text else None)
+    rows = _rows(tables, order, names, columns, written if text else None)
     places: dict[int, int] = {}
     size = 0
     for sample_id in order:
@@ -72,50 +72,50 @@ def samples_to_show(books: Books, names: list[str], columns: list[str], top: int
     return found
 
 
-def _extremes(books: Books, names: list[str], n: int, order: str) -> list[list[int]]:
+def _extremes(tables: Tables, names: list[str], n: int, order: str) -> list[list[int]]:
     asked = f"SELECT sample_id FROM scored WHERE validation = $name ORDER BY score {order}, sample_id LIMIT {n}"
-    return [[row[0] for row in books.relation(asked, name=name).fetchall()] for name in names]
+    return [[row[0] for row in tables.relation(asked, name=name).fetchall()] for name in names]
 
 
-def _twins(books: Books, column: str) -> tuple[int, int, list[tuple[int, list[int]]]]:
+def _twins(tables: Tables, column: str) -> tuple[int, int, list[tuple[int, list[int]]]]:
     """Find used samples whose texts differ in nothing but case and white space, most copies first."""
     normal = f"lower(translate({quoted(column)}, ' ' || chr(9) || chr(10) || chr(11) || chr(12) || chr(13) || chr(160), ''))"
-    books.connection.execute(
-        f"""CREATE OR REPLACE TEMP TABLE marked AS
-            SELECT sample_id, first(mark) AS mark
-            FROM (SELECT sample_id, md5_number({normal}) AS mark FROM samples WHERE length({quoted(column)}) >= {SHORTEST})
+    tables.connection.execute(
+        f"""CREATE OR REPLACE TEMP TABLE digests AS
+            SELECT sample_id, first(digest) AS digest
+            FROM (SELECT sample_id, md5_number({normal}) AS digest FROM samples WHERE length({quoted(column)}) >= {SHORTEST})
             WHERE sample_id IN (SELECT sample_id FROM scored) GROUP BY sample_id"""
     )
-    books.connection.execute(
+    tables.connection.execute(
         """CREATE OR REPLACE TEMP TABLE alike AS
-           SELECT mark, count(*) AS copies, min(sample_id) AS lowest FROM marked GROUP BY mark HAVING count(*) > 1"""
+           SELECT digest, count(*) AS copies, min(sample_id) AS lowest FROM digests GROUP BY digest HAVING count(*) > 1"""
     )
-    texts, samples = books.row("SELECT count(*), coalesce(sum(copies), 0)::BIGINT FROM alike")
-    rows = books.relation(
+    texts, samples = tables.row("SELECT count(*), coalesce(sum(copies), 0)::BIGINT FROM alike")
+    rows = tables.relation(
         f"""WITH best AS (SELECT * FROM alike ORDER BY copies DESC, lowest LIMIT {MOST_TWINS})
             SELECT lowest, any_value(copies), (list(sample_id ORDER BY sample_id))[1:{MOST_MEMBERS}]
-            FROM marked JOIN best USING (mark) GROUP BY lowest ORDER BY 2 DESC, 1"""
+            FROM digests JOIN best USING (digest) GROUP BY lowest ORDER BY 2 DESC, 1"""
     ).fetchall()
     return texts, samples, [(copies, list(ids)) for _, copies, ids in rows]
 
 
-def _rows(books: Books, ids: list[int], names: list[str], columns: list[str], text: str | None) -> dict[int, dict[str, Any]]:
+def _rows(tables: Tables, ids: list[int], names: list[str], columns: list[str], text: str | None) -> dict[int, dict[str, Any]]:
     """Return what the page says of the samples: short keys, since they are repeated."""
     found: dict[int, dict[str, Any]] = {i: {"n": str(i), "s": [None] * len(names), "e": [None] * len(names)} for i in ids}
     place = {name: k for k, name in enumerate(names)}
-    books.connection.from_arrow(pa.table({"sample_id": pa.array(ids, pa.int64())})).create_view("chosen", replace=True)
+    tables.connection.from_arrow(pa.table({"sample_id": pa.array(ids, pa.int64())})).create_view("chosen", replace=True)
     asked = """SELECT sample_id, validation, score, standard_error, times_used, first_step, last_step FROM scored
                WHERE sample_id IN (SELECT sample_id FROM chosen) ORDER BY sample_id, validation"""
-    for sample_id, name, score, error, uses, first, last in books.relation(asked).fetchall():
+    for sample_id, name, score, error, uses, first, last in tables.relation(asked).fetchall():
         row = found[sample_id]
         row["s"][place[name]], row["e"][place[name]] = digits(score), digits(error, 3)
         row["u"], row["w"] = uses, [first, last]
-    shown = [*columns, *(c for c in ("id", text) if c is not None and c in books.columns)]
+    shown = [*columns, *(c for c in ("id", text) if c is not None and c in tables.columns)]
     if not shown:
         return found
     values = "".join(f", first({quoted(c)}::VARCHAR)" for c in shown)
     asked = f"SELECT sample_id{values} FROM samples WHERE sample_id IN (FROM chosen) GROUP BY sample_id ORDER BY 1"
-    for sample_id, *told in books.relation(asked).fetchall():
+    for sample_id, *told in tables.relation(asked).fetchall():
         row, known = found[sample_id], dict(zip(shown, told, strict=True))
         row["g"] = [None if known[c] is None else one_line(known[c], 80) for c in columns]
         if known.get("id") is not None:

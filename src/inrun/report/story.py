@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inrun.ledger.summary import BALANCED, COARSE
-from inrun.report.accounts import SetBooks
+from inrun.analysis.summary import BALANCED, COARSE
+from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.gather import Findings
 from inrun.report.text import aligned, counted, number, one_line, percent, signed
@@ -87,22 +87,22 @@ def headlines(found: Findings) -> list[list[Headline]]:
     return [_of_set(found, b, d, found.sets[b.name]) for b, d in zip(found.accounts, scored, strict=True)]
 
 
-def _of_set(found: Findings, books: SetBooks, scores: Distribution | None, folds: int) -> list[Headline]:
+def _of_set(found: Findings, accounts: SetAccounts, scores: Distribution | None, folds: int) -> list[Headline]:
     registered = f"of {found.samples_registered:,} registered" if found.samples_registered else "no metadata registered"
     out = sum(found.skipped.values())
     steps = f"{found.first_step:,} to {found.last_step:,}" + (f", {out:,} not scored" if out else ", all scored")
     return [
         Headline("Samples scored", f"{found.samples_used:,}", registered),
         Headline("Optimizer steps", f"{found.steps:,}", steps),
-        _loss(books, None if found.metrics is None else found.metrics.evaluation.get(books.name)),
+        _loss(accounts, None if found.metrics is None else found.metrics.evaluation.get(accounts.name)),
         *_negative(scores, folds),
-        *_accounts(books),
+        *_accounts(accounts),
     ]
 
 
-def _loss(books: SetBooks, evaluated: dict[str, list[Any]] | None) -> Headline:
+def _loss(accounts: SetAccounts, evaluated: dict[str, list[Any]] | None) -> Headline:
     """Say how far the loss fell; by the evaluations where there are some, since a step of the books may look at other rows."""
-    first, last, steps = books.loss_first, books.loss_last, books.loss_steps
+    first, last, steps = accounts.loss_first, accounts.loss_last, accounts.loss_steps
     if evaluated is not None and len(evaluated["step"]) > 1:
         (first, last), steps = (evaluated["loss"][k] for k in (0, -1)), (evaluated["step"][0], evaluated["step"][-1])
     if first is None or last is None:
@@ -126,33 +126,33 @@ def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
     return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
 
 
-def account_rows(books: SetBooks) -> list[tuple[str, str, str, str]]:
+def account_rows(accounts: SetAccounts) -> list[tuple[str, str, str, str]]:
     """Return the accounts as rows of name, what it is, loss and share of the fall; the last row is the fall."""
-    totals = {name: value for name, value in books.totals.items() if value is not None}
-    if books.fall is None:
+    totals = {name: value for name, value in accounts.totals.items() if value is not None}
+    if accounts.fall is None:
         return []
     if "momentum" in totals and "decay" in totals:
         totals.pop("optimizer", None)
-    totals["fall"] = books.fall
+    totals["fall"] = accounts.fall
     figures = aligned(list(totals.values()))
-    shares = [percent(v / books.fall) if books.fall > 0 else "–" for v in totals.values()]
+    shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
     return [(name, ACCOUNTS[name], figures[k], shares[k]) for k, name in enumerate(totals)]
 
 
-def _accounts(books: SetBooks) -> list[Headline]:
-    if not books.audited:
+def _accounts(accounts: SetAccounts) -> list[Headline]:
+    if not accounts.audited:
         none = "no step was audited; audit_every= measures it"
         return [Headline(label, "not measured", none) for label in ("Data account", "Optimizer account", "Method's error")]
-    where = counted(books.audited, "audited step")
-    data, optimizer = books.totals.get("data"), books.totals.get("optimizer")
-    covered = f"{percent(books.covered)} of the fall over {where}" if books.covered is not None else f"over {where}"
+    where = counted(accounts.audited, "audited step")
+    data, optimizer = accounts.totals.get("data"), accounts.totals.get("optimizer")
+    covered = f"{percent(accounts.covered)} of the fall over {where}" if accounts.covered is not None else f"over {where}"
     found = [Headline("Data account", signed(data), f"paid to samples at once: {covered}")]
     if optimizer is None:
         found.append(Headline("Optimizer account", "not measured", "momentum and weight decay"))
     else:
-        of_fall = f", {percent(optimizer / books.fall)} of the fall" if books.fall and books.fall > 0 else ""
+        of_fall = f", {percent(optimizer / accounts.fall)} of the fall" if accounts.fall and accounts.fall > 0 else ""
         found.append(Headline("Optimizer account", signed(optimizer), f"momentum and weight decay{of_fall}"))
-    relative = books.relative_residual
+    relative = accounts.relative_residual
     if relative is None:
         return [*found, Headline("Method's error", "not measured", "no audited step measured the residual")]
     mood = "good" if relative <= BALANCED else "bad" if relative > COARSE else ""

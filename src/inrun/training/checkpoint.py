@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from inrun.errors import TrainingError
+from inrun.files import Files, put_folder
 
 log = logging.getLogger("inrun")
 VERSION = 1
@@ -96,13 +97,12 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
         digests = {name: _digest(aside / name) for name in _FILES}
         state = {"version": VERSION, "step": step, "files": digests, "tied": tied, "optimizer": saved, **more}
         (aside / "state.json").write_text(json.dumps(state, allow_nan=True), "utf-8")
+        disk = Files()
         for file in aside.iterdir():
-            _sync(file)
-        _sync(aside)
+            disk.sync(file)
         if final.exists():  # written before a kill, from the same state
             _discard(final)
-        os.replace(aside, final)
-        _sync(home)
+        put_folder(disk, aside, final)
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"the checkpoint {final} cannot be written: {error}. Free space, then go on with --resume") from error
     return final
@@ -200,11 +200,3 @@ def _discard(folder: Path) -> None:
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,6 +15,7 @@ from msgspec import Meta
 from msgspec.inspect import DictType, FloatType, IntType, LiteralType, NoneType, StructType, TupleType, Type, UnionType, type_info
 
 from inrun.errors import ConfigurationError
+from inrun.ledger.labels import is_name
 from inrun.methods import METHODS, UPDATES
 
 _LARGEST = sys.float_info.max
@@ -319,8 +320,8 @@ def _check(c: TrainConfig) -> None:
 
 
 def _check_validation(name: str, v: ValidationSet) -> None:
-    if not name or "#" in name or "[" in name or not name.isprintable():
-        raise ConfigurationError(f"{name!r} cannot be the name of a validation set: it must have letters, and no # and [")
+    if not is_name(name) or not name.isprintable():
+        raise ConfigurationError(f"{name!r} cannot be the name of a validation set: it must have letters, and no #, [ and ]")
     if not (v.split or v.where or v.paths):
         raise ConfigurationError(
             f"validation set {name!r} does not say which data it takes: give split, where (such as {{domain: math}}) or paths"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from inrun.errors import ConfigurationError
+from inrun.files import Files, write_durably
 
 
 class Sink(Protocol):
@@ -83,9 +83,7 @@ def _cut(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue
-    aside = path.with_name(".metrics.part")
-    aside.write_text("".join(f"{line}\n" for line in kept), "utf-8")
-    os.replace(aside, path)
+    write_durably(Files(), path, "".join(f"{line}\n" for line in kept).encode())
 
 
 class _TensorBoard:

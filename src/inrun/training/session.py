@@ -15,16 +15,13 @@ import torch
 from inrun.corpus.build import Tell
 from inrun.corpus.tokenizers import ABOUT
 from inrun.errors import ConfigurationError, TrainingError
+from inrun.files import Files, LockedError, alone, write_durably
+from inrun.ledger import Ledger
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, load_config
 from inrun.training.loop import Result, Status, Training
 from inrun.training.metrics import Metrics
 from inrun.training.prepare import Prepared, prepare, tokenizer_of
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("inrun")
 #: First line of the configurations that `inrun train` writes.
@@ -58,16 +55,13 @@ def train(
 @contextlib.contextmanager
 def _alone(run: Path) -> Iterator[None]:
     """Keep a second `inrun train` out of the folder, before anything in it is read, cut or removed."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        file = (run / "train.lock").open("ab")
-    except OSError as error:
-        raise TrainingError(f"{run} cannot be written: {error}") from error
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            run.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(run / "train.lock"))
+        except OSError as error:
+            raise TrainingError(f"{run} cannot be written: {error}") from error
+        except LockedError:
             raise TrainingError(f"{run} is being trained by another process; wait for it, or choose another run=") from None
         yield
 
@@ -134,9 +128,7 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
 
 
 def _write(saved: Path, config: TrainConfig) -> None:
-    aside = saved.with_name(".config.part")
-    aside.write_text(HEAD + config.as_yaml(), "utf-8")
-    aside.replace(saved)
+    write_durably(Files(), saved, (HEAD + config.as_yaml()).encode())
 
 
 def _is_ours(run: Path) -> bool:
@@ -151,12 +143,10 @@ def _nothing_done(run: Path) -> bool:
 
 def _clear(run: Path) -> None:
     """Remove what a run without a checkpoint left: files that `inrun train` writes, never others."""
-    for name in ("manifest", "contributions", "accounts", "samples"):
-        for file in (run / name).glob("r[0-9]*"):
-            file.unlink()
+    Ledger.erase(run)
     if (run / "tokenizer" / ABOUT).is_file():
         shutil.rmtree(run / "tokenizer")
-    for name in ("run.json", "metrics.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "config.yaml"):
         (run / name).unlink(missing_ok=True)
 
 

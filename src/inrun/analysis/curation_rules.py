@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inrun.errors import ConfigurationError
-from inrun.ledger.views import Books
+from inrun.ledger.tables import Tables
 
 Mask = npt.NDArray[np.bool_]
 Values = npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Rule:
+class CurationRule:
     """What is kept, in words and as a function of the scores of one set (and of all, for ``score.NAME``)."""
 
     words: str
@@ -50,15 +50,15 @@ class Rule:
     names: tuple[str, ...] = ()
 
 
-def column_values(books: Books, name: str) -> npt.NDArray[Any]:
+def column_values(tables: Tables, name: str) -> npt.NDArray[Any]:
     """Return a metadata column as texts (None where it is empty), one entry per registered sample."""
-    table = books.table(f"SELECT sample_id, {books.column(name)}::VARCHAR AS kind FROM samples")
+    table = tables.table(f"SELECT sample_id, {tables.column(name)}::VARCHAR AS kind FROM samples")
     values = np.array([*table["kind"].to_pylist(), None], dtype=object)[:-1]
     keep = np.sort(np.unique(table["sample_id"].to_numpy(), return_index=True)[1])
     return values[keep]
 
 
-def make_rule(books: Books, keep: str | None, top_fraction: float | None, quota: Sequence[str], z: float) -> Rule:
+def make_rule(tables: Tables, keep: str | None, top_fraction: float | None, quota: Sequence[str], z: float) -> CurationRule:
     """Return the rule that was asked for; the default drops what is clear of its error below zero."""
     if keep is not None:
         return parse_rule(keep)
@@ -68,15 +68,15 @@ def make_rule(books: Books, keep: str | None, top_fraction: float | None, quota:
         def best(j: Judged, _: dict[str, Judged]) -> Mask:
             return _without(len(j.score), [_top(j, share, np.arange(len(j.score)))])
 
-        return Rule(f"kept is a share of {share:.6g} of the scored samples, those with the highest scores", best)
+        return CurationRule(f"kept is a share of {share:.6g} of the scored samples, those with the highest scores", best)
     if quota:
-        return _quota_rule(books, quota)
+        return _quota_rule(tables, quota)
 
     def clear(j: Judged, _: dict[str, Judged]) -> Mask:
         error = np.where(np.isfinite(j.standard_error), j.standard_error, 0.0)
         return ~(j.score + z * error < 0)
 
-    return Rule(
+    return CurationRule(
         f"dropped is what scores below zero by more than {z:g} standard errors; without folds, what scores below zero", clear
     )
 
@@ -105,13 +105,13 @@ def _without(count: int, dropped: list[npt.NDArray[np.intp]]) -> Mask:
     return keep
 
 
-def _quota_rule(books: Books, quota: Sequence[str]) -> Rule:
+def _quota_rule(tables: Tables, quota: Sequence[str]) -> CurationRule:
     column: str | None = None
     general: float | None = None
     special: dict[str | None, float] = {}
     for given in quota:
         head, equals, share = given.rpartition("=")
-        name, colon, value = (head, "", "") if head in books.columns else head.partition(":")
+        name, colon, value = (head, "", "") if head in tables.columns else head.partition(":")
         if not equals or not name or column not in (None, name):
             raise ConfigurationError(f"quota {given!r} is not COLUMN=FRACTION or COLUMN:VALUE=FRACTION, with one column for all")
         column = name
@@ -120,7 +120,7 @@ def _quota_rule(books: Books, quota: Sequence[str]) -> Rule:
         else:
             general = _fraction(share, f"quota {given!r}: {share!r}")
     assert column is not None
-    kinds = column_values(books, column)
+    kinds = column_values(tables, column)
     unknown = list(special.keys() - set(kinds.tolist()))
     if unknown:
         raise ConfigurationError(f"quota: no sample has {unknown[0]!r} in column {column!r}")
@@ -136,7 +136,7 @@ def _quota_rule(books: Books, quota: Sequence[str]) -> Rule:
 
     words = [] if general is None else [f"{general:g} of the scored samples of every {column!r}"]
     words += [f"{share:g} of {column!r} {value!r}" for value, share in special.items()]
-    return Rule(f"kept are those with the highest scores: {', '.join(words)}", keep)
+    return CurationRule(f"kept are those with the highest scores: {', '.join(words)}", keep)
 
 
 _TOKEN = re.compile(
@@ -154,7 +154,7 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> CurationRule:
     """Read a rule: ``COLUMN OP NUMBER``, joined by ``and`` and ``or`` (``and`` binds closer), with parentheses.
 
     Columns are ``score``, ``standard_error`` and ``times_used`` of the set that is judged, or of a certain one: ``score.math``,
@@ -165,7 +165,7 @@ def parse_rule(text: str) -> Rule:
     rule, rest = _either(tokens, names, text, 0)
     if rest:
         raise _bad_rule(text, f"{rest[0].group().strip()!r} is left over")
-    return Rule(f"kept is what fulfils {text.strip()!r}", rule, tuple(dict.fromkeys(names)))
+    return CurationRule(f"kept is what fulfils {text.strip()!r}", rule, tuple(dict.fromkeys(names)))
 
 
 def _bad_rule(text: str, why: str) -> ConfigurationError:

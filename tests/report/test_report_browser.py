@@ -18,7 +18,7 @@ from report_hostile import SETS, hostile_run
 from report_payloads import PAYLOADS
 from report_stories import tell_story
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium, or make test-browser")
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service

@@ -1,7 +1,7 @@
-"""Questions to the books, answered by DuckDB from the Parquet parts. Needs no torch; never loads all rows.
+"""Questions to the tables, answered by DuckDB from the Parquet parts. Needs no torch; never loads all rows.
 
 Every function takes a :class:`~inrun.ledger.LedgerReader` or the path of a run, and the same question twice gives the same bits.
-``validation`` is a name, several, or None for all sets; ``view`` is one of :data:`inrun.ledger.views.VIEWS`.
+``validation`` is a name, several, or None for all sets; ``view`` is one of :data:`inrun.ledger.scores.VIEWS`.
 """
 
 # ruff: noqa: S608 - queries are put together from our own pieces; values are bound, column names checked and quoted
@@ -9,7 +9,8 @@ Every function takes a :class:`~inrun.ledger.LedgerReader` or the path of a run,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,18 @@ from typing import Any
 import pyarrow as pa
 
 from inrun.errors import ConfigurationError
-from inrun.ledger.disk import LedgerReader
+from inrun.ledger import LedgerReader, Skip
+from inrun.ledger import scores as sums
 from inrun.ledger.manifest import FOLDER, TABLES
+from inrun.ledger.reader import reader_of
 from inrun.ledger.schema import SCORES
-from inrun.ledger.views import VIEWS, Ask, Books, check_view, open_books, quoted
+from inrun.ledger.scores import VIEWS, Ask, Names, add_up, check_view
+from inrun.ledger.tables import Tables, quoted
+from inrun.statistics import spearman
 
 __all__ = ["VIEWS", "Agreement", "Info", "agreement", "extremes", "groups", "info", "left_out", "score_batches", "scores"]
 
 Source = LedgerReader | str | Path
-Names = str | Sequence[str] | None
 #: A score this many standard errors below zero is clear of its error.
 CLEAR = 2.0
 #: First of equal ids: parts that two ranks registered at once say the same thing twice.
@@ -33,29 +37,14 @@ _META = "SELECT sample_id, first({column}) AS kind FROM samples GROUP BY sample_
 
 
 def scores(source: Source, validation: Names = None, view: str = "plain") -> pa.Table:
-    """Return one row per sample and validation set, ordered by validation set, then sample.
-
-    ``score`` is the sum of contributions in double precision (of a set in folds the mean of the folds' sums, with its standard
-    error; in the view ``rank`` the mean over uses). Positive = the sample lowered the validation loss.
-    """
-    check_view(view)
-    with open_books(source) as books:
-        chosen = books.choose(validation)
-        return _relation(books, chosen, view).to_arrow_table().cast(SCORES) if chosen else SCORES.empty_table()
+    """Return one row per sample and validation set; see :meth:`inrun.ledger.LedgerReader.scores`."""
+    return reader_of(source).scores(validation, view)
 
 
 def score_batches(source: Source, validation: Names = None, view: str = "plain") -> Iterator[pa.RecordBatch]:
     """Give the rows of :func:`scores` piece by piece, for runs with more samples than memory."""
-    check_view(view)
-    with open_books(source) as books:
-        chosen = books.choose(validation)
-        if chosen:
-            yield from _relation(books, chosen, view).to_arrow_reader(65536)
-
-
-def _relation(books: Books, sets: dict[str, list[str]], view: str) -> Any:
-    books.score(sets, Ask(view))
-    return books.relation(f"SELECT {', '.join(SCORES.names)} FROM scored ORDER BY validation, sample_id")
+    with reader_of(source).tables() as tables:
+        yield from sums.score_batches(tables, validation, view)
 
 
 def left_out(source: Source, view: str, validation: Names = None) -> int:
@@ -63,11 +52,11 @@ def left_out(source: Source, view: str, validation: Names = None) -> int:
     check_view(view)
     if view != "per_lr":
         return 0
-    with open_books(source) as books:
-        labels = [label for labels in books.choose(validation).values() for label in labels]
+    with reader_of(source).tables() as tables:
+        labels = [label for labels in tables.choose(validation).values() for label in labels]
         known = "SELECT step FROM accounts WHERE lr > 0"
         count = f"SELECT count(*) FROM contributions WHERE step NOT IN ({known}) AND list_contains($labels::VARCHAR[], validation)"
-        return int(books.row(count, labels=labels)[0])
+        return int(tables.row(count, labels=labels)[0])
 
 
 def groups(
@@ -97,14 +86,14 @@ def groups(
         raise ConfigurationError(f"stages is {stages!r}; it must be an integer of at least 1")
     if cumulative and stages is None:
         raise ConfigurationError("cumulative needs stages: without them a total is of the whole run already")
-    with open_books(source) as books:
-        column = books.column(by)
-        books.check_rows()
-        sets = books.choose(validation)
+    with reader_of(source).tables() as tables:
+        column = tables.column(by)
+        tables.check_rows()
+        sets = tables.choose(validation)
         if stages is None:
-            books.score(sets, Ask(view))
-            return books.table(_group_sql(column))
-        return _over_stages(books, sets, column, stages, cumulative, view)
+            add_up(tables, sets, Ask(view))
+            return tables.table(_group_sql(column))
+        return _over_stages(tables, sets, column, stages, cumulative, view)
 
 
 def _measures() -> str:
@@ -140,15 +129,15 @@ def _group_sql(column: str) -> str:
         SELECT {_columns()} FROM added ORDER BY validation, total DESC, kind NULLS LAST"""
 
 
-def _over_stages(books: Books, sets: dict[str, list[str]], column: str, stages: int, cumulative: bool, view: str) -> pa.Table:
-    first, last = books.row("SELECT min(step), max(step) FROM contributions")
+def _over_stages(tables: Tables, sets: dict[str, list[str]], column: str, stages: int, cumulative: bool, view: str) -> pa.Table:
+    first, last = tables.row("SELECT min(step), max(step) FROM contributions")
     span = last - first + 1
     stages = min(stages, span)
     bucket = f"((step - {first})::HUGEINT * {stages} // {span})::BIGINT"
-    books.score(sets, Ask(view, bucket, stages, cumulative))
+    add_up(tables, sets, Ask(view, bucket, stages, cumulative))
     edges = [first + -(-b * span // stages) for b in range(stages + 1)]
     ranges = pa.table({"bucket": range(stages), "first_step": edges[:-1], "last_step": [e - 1 for e in edges[1:]]})
-    books.connection.from_arrow(ranges).create_view("ranges")
+    tables.connection.from_arrow(ranges).create_view("ranges")
     added = _running() if cumulative else _measures()
     grid = "SELECT * FROM (SELECT DISTINCT kind, validation FROM added), ranges"
     start = "(SELECT min(first_step) FROM ranges)" if cumulative else "first_step"
@@ -160,10 +149,10 @@ def _over_stages(books: Books, sets: dict[str, list[str]], column: str, stages: 
              filled AS ({_carried() if cumulative else "SELECT * FROM whole"})
         SELECT {_columns("bucket AS stage", f"{start} AS first_step", "last_step")}
         FROM filled ORDER BY validation, kind NULLS LAST, bucket"""
-    return books.table(sql)
+    return tables.table(sql)
 
 
-#: What a group's books say, and what is carried from stage to stage.
+#: What is known of a group, and carried from stage to stage.
 _CARRIED = ("total", "pushes", "samples", "uses", "negative", "judged", "clear")
 
 
@@ -196,12 +185,12 @@ def extremes(source: Source, n: int, validation: Names = None, largest: bool = T
     check_view(view)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ConfigurationError(f"n is {n!r}; it must be an integer of at least 1")
-    with open_books(source) as books:
-        books.check_rows()
-        books.score(books.choose(validation), Ask(view))
+    with reader_of(source).tables() as tables:
+        tables.check_rows()
+        add_up(tables, tables.choose(validation), Ask(view))
         order = "score DESC" if largest else "score"
-        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in books.columns if c != "sample_id")
-        names = "".join(f", meta.{quoted(c)}" for c in books.columns if c != "sample_id")
+        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in tables.columns if c != "sample_id")
+        names = "".join(f", meta.{quoted(c)}" for c in tables.columns if c != "sample_id")
         found = f"""
             WITH placed AS (SELECT *, row_number() OVER (PARTITION BY validation ORDER BY {order}, sample_id) AS place
                             FROM scored),
@@ -209,7 +198,7 @@ def extremes(source: Source, n: int, validation: Names = None, largest: bool = T
                  meta AS (SELECT sample_id{more} FROM samples WHERE sample_id IN (SELECT sample_id FROM best) GROUP BY sample_id)
             SELECT {", ".join(f"best.{c}" for c in SCORES.names)}{names}
             FROM best LEFT JOIN meta ON best.sample_id = meta.sample_id ORDER BY best.validation, best.place"""
-        return books.table(found)
+        return tables.table(found)
 
 
 @dataclass(frozen=True)
@@ -226,16 +215,16 @@ class Agreement:
 def agreement(source: Source, first: str, second: str, view: str = "plain") -> Agreement:
     """Return the Spearman rank correlation of two validation sets over their common samples."""
     check_view(view)
-    with open_books(source) as books:
-        books.score(books.choose([first, second]), Ask(view))
-        rank = "(rank() OVER (ORDER BY {0}) + (count(*) OVER (PARTITION BY {0}) - 1) / 2.0)"
-        found = f"""
-            WITH common AS (SELECT a.score + 0.0 AS x, b.score + 0.0 AS y FROM scored a JOIN scored b USING (sample_id)
-                            WHERE a.validation = $first AND b.validation = $second),
-                 ranked AS (SELECT {rank.format("x")} AS x, {rank.format("y")} AS y FROM common)
-            SELECT count(*), CASE WHEN min(x) < max(x) AND min(y) < max(y) THEN corr(x, y) END FROM ranked"""
-        count, value = books.row(found, first=first, second=second)
-        return Agreement(first, second, int(count), None if value is None else min(max(float(value), -1.0), 1.0))
+    with reader_of(source).tables() as tables:
+        add_up(tables, tables.choose([first, second]), Ask(view))
+        common = tables.table(
+            """SELECT a.score AS x, b.score AS y FROM scored a JOIN scored b USING (sample_id)
+               WHERE a.validation = $first AND b.validation = $second ORDER BY sample_id""",
+            first=first,
+            second=second,
+        )
+        value = spearman(common["x"].to_numpy(), common["y"].to_numpy())
+        return Agreement(first, second, common.num_rows, None if math.isnan(value) else value)
 
 
 @dataclass(frozen=True)
@@ -266,36 +255,46 @@ class Info:
 
 def info(source: Source) -> Info:
     """Count what a run holds; also works on one that holds nothing yet."""
-    with open_books(source) as books:
+    with reader_of(source).tables() as tables:
         steps = "SELECT step FROM contributions UNION SELECT step FROM accounts"
-        count, first, last = books.row(f"SELECT count(*), min(step), max(step) FROM ({steps})")
+        count, first, last = tables.row(f"SELECT count(*), min(step), max(step) FROM ({steps})")
         reasons = "SELECT skipped, count(DISTINCT step) FROM accounts WHERE skipped IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1"
-        used, unknown = books.row(
+        used, unknown = tables.row(
             "SELECT count(*), count(*) FILTER (sample_id NOT IN (SELECT sample_id FROM samples)) "
             "FROM (SELECT DISTINCT sample_id FROM contributions)"
         )
-        low, high = books.row("SELECT min(lr), max(lr) FROM accounts")
+        low, high = tables.row("SELECT min(lr), max(lr) FROM accounts")
         return Info(
-            path=str(books.reader.path),
-            about=books.reader.about,
+            path=str(tables.run.path),
+            about=tables.run.about,
             steps=count,
             first_step=first,
             last_step=last,
-            skipped=dict(books.relation(reasons).fetchall()),
-            rows=books.row("SELECT count(*) FROM contributions")[0],
-            nbytes=_size(books.reader.path),
-            validation={name: len(labels) for name, labels in books.sets().items()},
+            skipped=_by_reason(tables.relation(reasons).fetchall()),
+            rows=tables.row("SELECT count(*) FROM contributions")[0],
+            nbytes=_size(tables.run.path),
+            validation={name: len(labels) for name, labels in tables.sets().items()},
             samples_used=used,
-            samples_registered=books.row("SELECT count(DISTINCT sample_id) FROM samples")[0],
+            samples_registered=tables.row("SELECT count(DISTINCT sample_id) FROM samples")[0],
             used_without_metadata=unknown,
-            columns=[c for c in books.columns if c != "sample_id"],
+            columns=[c for c in tables.columns if c != "sample_id"],
             lr_low=low,
             lr_high=high,
         )
 
 
+def _by_reason(counted: list[tuple[str, int]]) -> dict[str, int]:
+    """Add up steps by why they were skipped, whatever the details; most steps first."""
+    found: dict[str, int] = {}
+    for text, count in counted:
+        reason = Skip.parse(text)
+        stated = text if reason is None else reason.text()
+        found[stated] = found.get(stated, 0) + count
+    return dict(sorted(found.items(), key=lambda entry: (-entry[1], entry[0])))
+
+
 def _size(run: Path) -> int:
-    """Add up the files of the books; one that goes while we look, since training writes, does not count."""
+    """Add up the files of the ledger; one that goes while we look, since training writes, does not count."""
     total = 0
     for file in [run / "run.json", *(f for name in (FOLDER, *TABLES) for f in (run / name).glob("*"))]:
         with contextlib.suppress(FileNotFoundError):

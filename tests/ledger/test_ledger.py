@@ -19,7 +19,7 @@ import pytest
 from faulty_files import QuickFiles
 from inrun.errors import LedgerError
 from inrun.ledger import Ledger, LedgerReader, MemoryLedger, StepRecord
-from inrun.ledger.lock import Lock
+from inrun.ledger.lock import lock_rank
 from inrun.ledger.manifest import chain_path, read_chain
 from inrun.ledger.verify import verify
 
@@ -204,14 +204,24 @@ def test_a_newer_schema_is_refused(tmp_path) -> None:
             action(tmp_path / "run")
 
 
-def test_books_saved_from_memory_are_not_taken_for_empty_ones(tmp_path) -> None:
-    memory = MemoryLedger()
-    memory.write(step(0))
-    memory.save(tmp_path / "run", {})
-    with pytest.raises(LedgerError, match="no manifest"):
-        Ledger.open(tmp_path / "run").contributions()
-    with pytest.raises(LedgerError, match="no manifest"):
-        resume(tmp_path / "run", None)
+def test_erasing_removes_the_ledger_and_nothing_else(tmp_path) -> None:
+    ledger = new(tmp_path / "run")
+    ledger.register_samples([{"sample_id": 1}])
+    ledger.write(step(0))
+    ledger.flush()
+    for name in ("config.yaml", "contributions/notes.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    with pytest.raises(LedgerError, match="being written"):
+        Ledger.erase(tmp_path / "run")
+    assert steps_in(tmp_path / "run") == [0]
+    ledger.close()
+    Ledger.erase(tmp_path / "run")
+    left = {str(p.relative_to(tmp_path / "run")) for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert left == {"config.yaml", "contributions/notes.txt", "lock-r0"}
+    Ledger.erase(tmp_path / "run")  # none there is fine
+    with new(tmp_path / "run") as again:
+        again.write(step(5))
+    assert steps_in(tmp_path / "run") == [5]
 
 
 # Marks and resumes.
@@ -260,7 +270,7 @@ def test_resume_drops_what_came_after(tmp_path) -> None:
 
 
 def _last(run: Path, step_: int) -> dict:
-    record = read_chain(run, 0).records[-1]
+    record = read_chain(run, 0).entries[-1]
     return {"record": record.number, "hash": record.hash, "step": step_}
 
 
@@ -530,7 +540,7 @@ def test_a_rank_with_nothing_to_say_at_the_mark(tmp_path) -> None:
 
 
 def test_a_rank_waits_for_rank_0(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("inrun.ledger.disk._wait_for.__defaults__", (0.1,))
+    monkeypatch.setattr("inrun.ledger.writer._wait_for.__defaults__", (0.1,))
     with pytest.raises(LedgerError, match=r"run\.json did not appear.*rank 0 makes it"):
         new(tmp_path / "run", rank=1)
 
@@ -542,7 +552,7 @@ def test_rank_0_cannot_close_a_rank_that_lives(tmp_path) -> None:
         resume(tmp_path / "run", None, world_size=1)
     two.close()
     resume(tmp_path / "run", None, world_size=1).close()
-    Lock(tmp_path / "run", 0).release()
+    lock_rank(tmp_path / "run", 0).release()
 
 
 # Long runs.
@@ -550,13 +560,13 @@ def test_rank_0_cannot_close_a_rank_that_lives(tmp_path) -> None:
 
 def test_many_records_are_read_in_proportion(tmp_path) -> None:
     """20,000 records, written as lines: reading stays well under a second per 10,000."""
-    from inrun.ledger.manifest import Record, head_line, head_path
+    from inrun.ledger.manifest import ManifestEntry, head_line, head_path
 
     new(tmp_path / "run").close()
     chain = read_chain(tmp_path / "run", 0)
-    lines, last = [], chain.records[-1]
+    lines, last = [], chain.entries[-1]
     for n in range(1, 20_001):
-        last = Record(n, "flush", 0, n, last.hash, (), {"from_step": n - 1, "marked": -1})
+        last = ManifestEntry(n, "flush", 0, n, last.hash, (), {"from_step": n - 1, "marked": -1})
         lines.append(last.line())
     with open(chain_path(tmp_path / "run", 0), "ab") as f:
         f.write(b"".join(lines))

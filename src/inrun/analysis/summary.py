@@ -1,21 +1,20 @@
-"""The books of a run in one page: what the data did, what the optimizer did, how far the method is off."""
+"""The accounts of a run in one page: what the data did, what the optimizer did, how far the method is off."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from inrun.errors import LedgerError
-from inrun.ledger.schema import ACCOUNTS, base_name
+from inrun.ledger.labels import sets_of_accounts
 
 #: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
 BALANCED, COARSE = 0.01, 0.10
+#: Validation sets that get a page of their own; a set that is scored point by point may have thousands.
+MOST_PAGES = 20
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,10 @@ class WorstStep:
 
 @dataclass
 class SetSummary:
-    """The books of one validation set over the audited steps; all in the unit of the loss, positive = the loss fell."""
+    """The accounts of one validation set over the audited steps; all in the unit of the loss, positive = the loss fell.
+
+    A point of a set is a set of its own. The folds of a set are averaged, step by step.
+    """
 
     validation: str
     steps: int
@@ -37,6 +39,8 @@ class SetSummary:
     skipped: int
     fall: float
     data: float
+    #: Standard error of ``data`` over the folds; None for a set without.
+    data_error: float | None
     #: None where the optimizer's own part was not measured, or its parts cannot be told apart.
     optimizer: float | None
     momentum: float | None
@@ -50,7 +54,7 @@ class SetSummary:
 
 @dataclass
 class Summary:
-    """The books of a run; ``str()`` gives a page for people, ``as_dict()`` plain data."""
+    """The accounts of a run; ``str()`` gives a page for people, ``as_dict()`` plain data."""
 
     method: str
     update: str
@@ -63,15 +67,30 @@ class Summary:
 
     def __str__(self) -> str:
         """Return the page."""
-        return "\n\n".join(_page(s, self.method, self.update) for s in self.sets) or "no steps yet"
+        pages = [_page(s, self.method, self.update) for s in self.sets[:MOST_PAGES]]
+        if len(self.sets) > MOST_PAGES:
+            pages.append(f"and {len(self.sets) - MOST_PAGES} more validation sets; as_dict() and inrun audit --json have all")
+        return "\n\n".join(pages) or "no steps yet"
 
 
 def summarise(accounts: pa.Table, method: str, update: str) -> Summary:
-    """Add up the accounts of a run, one summary per validation set; points and folds of a set are averaged."""
-    by_set: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    """Add up the accounts of a run, one summary per validation set; see :class:`SetSummary` for points and folds."""
+    by_label: dict[str, list[dict[str, Any]]] = {}
     for row in accounts.to_pylist():
-        by_set.setdefault(base_name(row["validation"]), {}).setdefault(row["step"], []).append(row)
-    return Summary(method, update, [_summarise_set(name, steps, method, update) for name, steps in by_set.items()])
+        by_label.setdefault(row["validation"], []).append(row)
+    sets = sets_of_accounts({label: any(r["skipped"] is None for r in rows) for label, rows in by_label.items()})
+    order = {label: place for place, label in enumerate(by_label)}  # sets as they were first written
+    names = sorted(sets, key=lambda name: order[sets[name][0]])
+    found = [_summarise_set(name, _by_step(by_label, sets[name]), method, update) for name in names]
+    return Summary(method, update, found)
+
+
+def _by_step(by_label: dict[str, list[dict[str, Any]]], labels: list[str]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    for label in labels:
+        for row in by_label[label]:
+            found.setdefault(row["step"], []).append(row)
+    return found
 
 
 def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: str, update: str) -> SetSummary:
@@ -91,6 +110,7 @@ def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: st
         skipped=skipped,
         fall=math.fsum(r["loss_before"] - r["loss_after"] for r in audited),
         data=math.fsum(r["data"] for r in audited),
+        data_error=_fold_error([steps[r["step"]] for r in audited]),
         optimizer=_total(measured, "optimizer") if whole else None,
         momentum=_total(measured, "momentum") if whole else None,
         decay=_total(measured, "decay") if whole else None,
@@ -103,10 +123,19 @@ def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: st
 
 
 def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Average the rows of one step (points or folds of a set); None where any is missing."""
+    """Average the rows of one step, one per fold of the set; None where any is missing."""
     keys = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum", "decay", "residual")
     columns = {key: [r[key] for r in rows] for key in keys}
     return {key: None if None in values else math.fsum(values) / len(values) for key, values in columns.items()}
+
+
+def _fold_error(steps: list[list[dict[str, Any]]]) -> float | None:
+    """Return the standard error of the data account over the folds of a set, from their rows step by step."""
+    totals: dict[str, float] = {}
+    for rows in steps:
+        for row in rows:
+            totals[row["validation"]] = totals.get(row["validation"], 0.0) + row["data"]
+    return float(np.std(list(totals.values()), ddof=1)) / math.sqrt(len(totals)) if len(totals) > 1 else None
 
 
 def _total(rows: list[dict[str, Any]], key: str) -> float | None:
@@ -145,10 +174,11 @@ def _page(s: SetSummary, method: str, update: str) -> str:
         share = "" if value is None or not s.fall else f"{100 * value / s.fall:7.1f} %"
         return f"  {label:<10}{shown:>14}  {share:>9}  {note}"
 
+    error = "" if s.data_error is None else f", ± {s.data_error:.2g} over the folds"
     lines = [
         f"{s.validation}: {method}+{update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored",
         line("fall", s.fall, "of the validation loss over the audited steps"),
-        line("data", s.data, "contributions of the samples of these steps"),
+        line("data", s.data, f"contributions of the samples of these steps{error}"),
     ]
     if s.momentum is not None and s.decay is not None:
         lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
@@ -163,18 +193,3 @@ def _page(s: SetSummary, method: str, update: str) -> str:
         lines.append(f"  largest residuals at steps {named}")
     lines.append(f"  {s.verdict}")
     return "\n".join(lines)
-
-
-def read_run(folder: str | Path) -> tuple[dict[str, Any], pa.Table]:
-    """Return ``run.json`` and the accounts of a saved run."""
-    path = Path(folder)
-    about = path / "run.json"
-    if not about.is_file():
-        raise LedgerError(f"{path} holds no run: there is no run.json (a run is a folder written by accountant.save)")
-    parts = sorted((path / "accounts").glob("*.parquet"))
-    try:
-        described = json.loads(about.read_text(encoding="utf-8"))
-        tables = [pq.read_table(part, page_checksum_verification=True).cast(ACCOUNTS) for part in parts]
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise LedgerError(f"{path} cannot be read: {error}") from error
-    return described, pa.concat_tables(tables) if tables else ACCOUNTS.empty_table()

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from inrun.analysis import queries, summarise
 from inrun.cli.main import cli
 from inrun.errors import ConfigurationError, InrunError, LedgerError
-from inrun.ledger import Ledger, MemoryLedger, StepRecord, queries, summarise
+from inrun.ledger import Ledger, MemoryLedger, StepRecord
 from inrun.report import ReportError, build_report
 from inrun.report.gather import gather
 from inrun.report.page import _plotly

@@ -15,7 +15,7 @@ import pytest
 from faulty_files import QuickFiles
 from inrun.errors import LedgerError
 from inrun.ledger import Ledger, StepRecord
-from inrun.ledger.manifest import Part, Record, chain_path, check_relative, head_line, head_path, parse, read_chain
+from inrun.ledger.manifest import ManifestEntry, Part, chain_path, check_relative, head_line, head_path, parse_entry, read_chain
 from inrun.ledger.merge import merge
 from inrun.ledger.repair import repair
 from inrun.ledger.verify import verify
@@ -38,7 +38,7 @@ def write_books(path: Path, about: dict | None = None, scale: float = 1.0) -> di
     mark = ledger.mark()
     for n in range(5, 7):
         ledger.write(step(n, 7.0))
-    ledger._lock._close()
+    ledger._lock._let_go()
     with Ledger.resume(path, mark, flush_every=1, files=QuickFiles()) as ledger:
         for n in range(5, STEPS):
             ledger.write(step(n, scale))
@@ -143,10 +143,10 @@ def put(run: Path, lines: list[bytes]) -> None:
 
 def edit(line: bytes, **changes) -> bytes:
     """Change a record and give it the hash of its new content."""
-    r = parse(line)
+    r = parse_entry(line)
     fields = {"number": r.number, "kind": r.kind, "rank": r.rank, "at_step": r.at_step, "previous": r.previous}
     fields |= {"parts": r.parts, "more": r.more} | changes
-    return Record(**fields).line()
+    return ManifestEntry(**fields).line()
 
 
 def swap(a: Path, b: Path) -> None:
@@ -160,7 +160,7 @@ def rewrite_all(run: Path, lines: list[bytes]) -> None:
     previous, made = "", []
     for n, line in enumerate(lines):
         made.append(edit(line, number=n, previous=previous))
-        previous = parse(made[-1]).hash
+        previous = parse_entry(made[-1]).hash
     put(run, made)
 
 
@@ -203,7 +203,7 @@ DAMAGE = {
     "first line deleted": lambda r: put(r, lines_of(r)[1:]),
     "last line deleted": lambda r: put(r, lines_of(r)[:-1]),
     "many lines deleted": lambda r: put(r, lines_of(r)[:10]),
-    "resume deleted": lambda r: put(r, [x for x in lines_of(r) if parse(x).kind != "resume"]),
+    "resume deleted": lambda r: put(r, [x for x in lines_of(r) if parse_entry(x).kind != "resume"]),
     "lines swapped": lambda r: put(r, [*lines_of(r)[:4], lines_of(r)[5], lines_of(r)[4], *lines_of(r)[6:]]),
     "all lines reversed": lambda r: put(r, lines_of(r)[::-1]),
     "line repeated": lambda r: put(r, lines_of(r)[:5] + lines_of(r)[4:]),
@@ -212,15 +212,15 @@ DAMAGE = {
     "last line edited, hash made anew": lambda r: put(r, [*lines_of(r)[:-1], edit(lines_of(r)[-1], parts=())]),
     "chain made anew without a record": lambda r: rewrite_all(r, lines_of(r)[:6] + lines_of(r)[7:]),
     "chain made anew, resume undone": lambda r: rewrite_all(
-        r, [edit(x, more={"keep": 7}) if parse(x).kind == "resume" else x for x in lines_of(r)]
+        r, [edit(x, more={"keep": 7}) if parse_entry(x).kind == "resume" else x for x in lines_of(r)]
     ),
     "line feeds of another system": lambda r: chain_path(r, 0).write_bytes(chain_path(r, 0).read_bytes().replace(b"\n", b"\r\n")),
     "head of an earlier record, edited tail": lambda r: (
-        head_path(r, 0).write_bytes(head_line(3, parse(lines_of(r)[3]).hash)),
+        head_path(r, 0).write_bytes(head_line(3, parse_entry(lines_of(r)[3]).hash)),
         put(r, [*lines_of(r)[:6], b"garbage\n", *lines_of(r)[7:]]),
     ),
     "cut behind with the head to match": lambda r: (
-        head_path(r, 0).write_bytes(head_line(9, parse(lines_of(r)[9]).hash)),
+        head_path(r, 0).write_bytes(head_line(9, parse_entry(lines_of(r)[9]).hash)),
         put(r, lines_of(r)[:10]),
     ),
     "run.json and the first line": lambda r: ((r / "run.json").write_text("{"), put(r, [b"x\n", *lines_of(r)[1:]])),
@@ -237,7 +237,7 @@ HARMLESS = {
     "lock file garbled": lambda r: (r / "lock-r0").write_bytes(b"[" * 5000),
     "lock file missing": lambda r: (r / "lock-r0").unlink(),
     "head of the record before": lambda r: head_path(r, 0).write_bytes(
-        head_line(len(lines_of(r)) - 2, parse(lines_of(r)[-2]).hash)
+        head_line(len(lines_of(r)) - 2, parse_entry(lines_of(r)[-2]).hash)
     ),
     "half a commit behind": lambda r: put(r, [*lines_of(r), lines_of(r)[-1][:50]]),
     "garbage behind what the head knows": lambda r: put(r, [*lines_of(r), b"[" * 100_000 + b"\n", b"\n\r\n{}\0"]),
@@ -289,7 +289,7 @@ def test_damage_that_costs_nothing(books, copy, name: str) -> None:
 def test_one_bad_line_costs_one_record_and_no_mark(books, copy) -> None:
     """The other records keep number and hash, so that the newest checkpoint still fits."""
     put(copy, [*lines_of(copy)[:4], lines_of(copy)[4].replace(b"flush", b"flash"), *lines_of(copy)[5:]])
-    with pytest.raises(LedgerError, match="record 4.*inrun repair"):
+    with pytest.raises(LedgerError, match="entry 4.*inrun repair"):
         Ledger.resume(copy, books[1])
     done = repair(copy, QuickFiles())
     assert sorted(done.lost) == [("accounts", 3, 3), ("contributions", 3, 3)]
@@ -438,7 +438,7 @@ def test_part_names_stay_inside(copy, name: str) -> None:
     shutil.copy(part(copy, "contributions", 0), outside)
     chain = read_chain(copy, 0)
     p = Part(name, 3, outside.stat().st_size, "0" * 64, 0, 0)
-    made = Record(len(chain.records), "flush", 0, STEPS, chain.last_hash, (p,), {"from_step": 0, "marked": -1})
+    made = ManifestEntry(len(chain.entries), "flush", 0, STEPS, chain.last_hash, (p,), {"from_step": 0, "marked": -1})
     put(copy, [*lines_of(copy), made.line()])
     head_path(copy, 0).write_bytes(head_line(made.number, made.hash))
     assert not verify(copy).good
@@ -467,10 +467,10 @@ FIELDS = {
 def test_records_that_are_whole_but_not_ours(copy, field: str, value) -> None:
     kind = "resume" if field == "more" else "flush"
     chain = read_chain(copy, 0)
-    fields = {"number": len(chain.records), "kind": kind, "rank": 0, "at_step": 1, "previous": chain.last_hash, "more": {}}
-    made = Record(**{**fields, field: value})
+    fields = {"number": len(chain.entries), "kind": kind, "rank": 0, "at_step": 1, "previous": chain.last_hash, "more": {}}
+    made = ManifestEntry(**{**fields, field: value})
     put(copy, [*lines_of(copy), made.line()])
-    head_path(copy, 0).write_bytes(head_line(len(chain.records), made.hash))
+    head_path(copy, 0).write_bytes(head_line(len(chain.entries), made.hash))
     assert not verify(copy).good
     with pytest.raises(LedgerError, match="is damaged"):
         read(copy)
@@ -480,17 +480,17 @@ def test_records_that_are_whole_but_not_ours(copy, field: str, value) -> None:
 
 def test_the_line_of_a_record_is_plain_sorted_json() -> None:
     """The hash is put in by hand, for speed: it must be where sorted keys put it."""
-    made = Record(3, "flush", 0, 4, 'a,"kind":b', (Part('x,"kind":', 1, 2, "s", 0, 1),), {"kind": 'c","kind":'})
+    made = ManifestEntry(3, "flush", 0, 4, 'a,"kind":b', (Part('x,"kind":', 1, 2, "s", 0, 1),), {"kind": 'c","kind":'})
     plain = json.dumps({**made.body(), "hash": made.hash}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
     assert made.line() == plain
-    assert parse(plain) == made
+    assert parse_entry(plain) == made
 
 
 @pytest.mark.parametrize("field", ["path", "rows", "nbytes", "sha256", "first_step"])
 def test_parts_of_the_wrong_type(copy, field: str) -> None:
     p = {"path": "contributions/a", "rows": 1, "nbytes": 1, "sha256": "", "first_step": 0, field: [1]}
     with pytest.raises(ValueError, match="must say"):
-        parse(Record(0, "flush", 0, 0, "", (Part(**p),), {}).line())
+        parse_entry(ManifestEntry(0, "flush", 0, 0, "", (Part(**p),), {}).line())
 
 
 LINKED = ["contributions/r0-000003.parquet", "manifest/r0.jsonl", "manifest/r0.head", "run.json", "contributions", "manifest"]

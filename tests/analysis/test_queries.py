@@ -1,4 +1,4 @@
-"""Questions to the ledger against plain sums; samples tables from anywhere."""
+"""Questions to the ledger against plain sums."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from inrun.analysis import queries
 from inrun.errors import ConfigurationError, LedgerError
-from inrun.ledger import Ledger, MemoryLedger, StepRecord, queries
-from inrun.ledger.samples import as_samples_table
+from inrun.ledger import Ledger, MemoryLedger, StepRecord
 from inrun.ledger.schema import SCORES
-from inrun.ledger.views import VIEWS, open_books
+from inrun.ledger.scores import VIEWS, _parts
 
 LABELS = ("math#0", "math#1", "math#2", "code", "point[0]", "point[1]")
 
@@ -178,10 +177,10 @@ def test_the_same_bits_with_many_rows_and_little_memory(tmp_path) -> None:
     reader = write(tmp_path / "run", [StepRecord(s, i, {"v": c}) for s, (i, c) in steps], flush_every=60_000)
     found = reader.scores()
     assert found.equals(reader.scores())
-    with open_books(reader, memory_limit="40MB") as books:
-        assert books.row("SELECT current_setting('enable_progress_bar')") == (False,)
-        assert books.row("SELECT current_setting('threads')") == (1,)  # several would add in any order
-        again = books.table("SELECT sample_id, sum(contribution::DOUBLE) AS score FROM contributions GROUP BY 1 ORDER BY 1")
+    with reader.tables(memory_limit="40MB") as tables:
+        assert tables.row("SELECT current_setting('enable_progress_bar')") == (False,)
+        assert tables.row("SELECT current_setting('threads')") == (1,)  # several would add in any order
+        again = tables.table("SELECT sample_id, sum(contribution::DOUBLE) AS score FROM contributions GROUP BY 1 ORDER BY 1")
     order = np.argsort(ids, kind="stable")
     truth = np.add.reduceat(values[order].astype(np.float64), np.unique(ids[order], return_index=True)[1])
     assert np.allclose(found["score"].to_numpy(), truth, rtol=1e-9)
@@ -192,10 +191,10 @@ def test_taking_samples_and_steps_in_parts_changes_nothing(run, monkeypatch) -> 
     asks = [{"view": v} for v in VIEWS]
     whole = [run.scores(**ask) for ask in asks]
     groups = queries.groups(run, stages=4, cumulative=True, view="rank").to_pylist()
-    monkeypatch.setattr("inrun.ledger.views.GROUPS_AT_ONCE", 30)
-    monkeypatch.setattr("inrun.ledger.views.ROWS_AT_ONCE", 100)
-    with open_books(run) as books:
-        assert books._parts(6, 1.0) > 3
+    monkeypatch.setattr("inrun.ledger.scores.GROUPS_AT_ONCE", 30)
+    monkeypatch.setattr("inrun.ledger.scores.ROWS_AT_ONCE", 100)
+    with run.tables() as tables:
+        assert _parts(tables, 6, 1.0) > 3
     for ask, table in zip(asks, whole, strict=True):
         again = run.scores(**ask)
         if ask["view"] in ("plain", "per_lr"):
@@ -425,106 +424,6 @@ def test_a_lost_manifest_is_not_read_around(tmp_path) -> None:
     (tmp_path / "run" / "manifest").rename(tmp_path / "elsewhere")
     with pytest.raises(LedgerError, match="lost its manifest"):
         reader.scores()
-
-
-# Samples tables
-
-
-def test_samples_from_anywhere() -> None:
-    import datasets
-    import pandas
-    import polars
-
-    rows = [{"sample_id": 5 - i, "domain": f"d{i}", "weight": i / 2, "text": "x" * 50} for i in range(4)]
-    truth = [{**r, "text": "x" * 10} for r in rows]
-    table = pa.Table.from_pylist(rows)
-    given = [
-        rows,
-        iter(rows),
-        table,
-        table.to_batches()[0],
-        pandas.DataFrame(rows),
-        pandas.DataFrame(rows).astype({"domain": "category"}),
-        polars.DataFrame(rows),
-        polars.DataFrame(rows).lazy(),
-        datasets.Dataset.from_list(rows),
-        datasets.Dataset.from_list(rows[::-1]).select([3, 2, 1, 0]),
-        {k: [r[k] for r in rows] for k in rows[0]},
-    ]
-    for data in given:
-        found = as_samples_table(data, None, 10)
-        assert found.to_pylist() == truth, type(data)
-        assert found.schema.field("domain").type == pa.string()
-    assert as_samples_table(rows, None, 0)["text"].to_pylist() == ["x" * 50] * 4
-
-
-def test_string_ids_take_the_row_number() -> None:
-    found = as_samples_table([{"id": "a"}, {"id": "b", "domain": "x"}], None, 0)
-    assert found.to_pylist() == [{"sample_id": 0, "id": "a", "domain": None}, {"sample_id": 1, "id": "b", "domain": "x"}]
-    assert as_samples_table([{"id": "a", "sample_id": 2**63 - 1}], None, 0)["sample_id"].to_pylist() == [2**63 - 1]
-
-
-def test_the_second_time_nothing_is_new(tmp_path) -> None:
-    with Ledger(tmp_path / "run") as ledger:
-        assert ledger.register_samples(metadata(range(5))) == 5
-        assert ledger.register_samples(metadata(range(5))) == 0
-        assert ledger.register_samples([*metadata(range(3, 8))]) == 3
-        assert ledger.register_samples([{"sample_id": 9, "domain": "a", "colour": 3, "ratio": float("nan")}]) == 1
-        assert ledger.register_samples([{"sample_id": 9, "domain": "a", "colour": 3, "ratio": float("nan")}]) == 0
-        assert ledger.samples()["sample_id"].to_pylist() == [0, 1, 2, 3, 4, 5, 6, 7, 9]
-        before = sorted(p.name for p in (tmp_path / "run" / "samples").iterdir())
-        with pytest.raises(LedgerError, match="another 'domain': sample_id 1, 2"):
-            ledger.register_samples([{**r, "domain": "z" if r["sample_id"] else "a"} for r in metadata(range(3))])
-        with pytest.raises(LedgerError, match="registered as 'string' before, and is 'int64' now"):
-            ledger.register_samples([{"sample_id": 77, "domain": 3}])
-        assert sorted(p.name for p in (tmp_path / "run" / "samples").iterdir()) == before
-
-
-KNOWN = pa.table({"sample_id": [1], "id": ["a"]})
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ([{"sample_id": 1}, {"sample_id": 1}, {"sample_id": 2}], "1 values of 'sample_id' occur more than once.*: 1;"),
-        ([{"id": "a"}, {"id": "a"}], "'id' occur more than once.*'a'"),
-        ([{"domain": "a"}], "no column 'sample_id'.*'domain'"),
-        ([{"id": 3}], "no column 'sample_id'"),
-        ([{"sample_id": "a"}], "column 'id' beside it"),
-        ([{"sample_id": 1.0}], "type double; integers are accepted"),
-        ([{"sample_id": True}], "type bool"),
-        ([{"sample_id": None}], "type null"),
-        ([{"sample_id": 1}, {"domain": "x"}], "missing in 1 rows"),
-        ([{"sample_id": 2**63}], "beyond 64 signed bits|cannot be stored"),
-        (pa.table({"sample_id": pa.array([2**64 - 1], pa.uint64())}), "beyond 64 signed bits"),
-        ([{"sample_id": 1, "score": 3}], "'score' is taken"),
-        ([{"sample_id": 1, "Validation": 3}], "'Validation' is taken"),
-        ([{"sample_id": 1, "score.math": 3}], "taken"),
-        ([{"sample_id": 1, "a": 3, "A": 4}], "differ in nothing but case"),
-        ([{"sample_id": 1, "a\x1b[31m": 3}], r"'a\\x1b\[31m' is empty or holds"),
-        ([{"sample_id": 1, 7: 3}], "column names must be texts"),
-        ([{"sample_id": 1, "tags": ["x"]}], "'tags' of the samples has the type 'list"),
-        ([{"sample_id": 1, "more": {"x": 1}}], "'more' of the samples has the type 'struct"),
-        ([{"sample_id": 1, "raw": b"x"}], "'raw' of the samples has the type 'binary"),
-        ([{"sample_id": 1, "mixed": 1}, {"sample_id": 2, "mixed": "x"}], "'mixed' of the samples cannot be stored"),
-        ([{"sample_id": 1, "text": "\ud800"}], "'text' of the samples cannot be stored"),
-        ([[1, 2]], "row 0 is a list"),
-        ("abc", "given as str"),
-        (17, "given as int"),
-        ({"sample_id": 1}, "not columns"),
-        ({"train": 3}, "not columns"),
-    ],
-)
-def test_bad_samples(data, words) -> None:
-    with pytest.raises(LedgerError, match=words):
-        as_samples_table(data, None, 100)
-
-
-def test_ids_known_under_another_number() -> None:
-    with pytest.raises(LedgerError, match="another sample_id: 'a'"):
-        as_samples_table([{"sample_id": 2, "id": "a"}], KNOWN, 0)
-    with pytest.raises(LedgerError, match="text_preview is -1"):
-        as_samples_table([{"sample_id": 2}], None, -1)
 
 
 def test_two_parts_that_say_the_same_count_once(tmp_path) -> None:

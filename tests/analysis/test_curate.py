@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inrun.analysis.curate import curate
+from inrun.analysis.curation_rules import parse_rule
+from inrun.analysis.shares import parse_pool, shares, split
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.ledger import Ledger, StepRecord
-from inrun.ledger.curate import curate
-from inrun.ledger.rules import parse_rule
-from inrun.ledger.shares import parse_pool, shares, split
 
 HOSTILE = "\x1b[31m=cmd()\u202e|<b>\n\x00\u2028"
 #: sample: (score for a in two folds, score for b, uses)

@@ -23,10 +23,10 @@ import pytest
 
 from faulty_files import FailingFiles, Moment, NoSync, PowerCutFiles, QuickFiles
 from inrun.errors import LedgerError
+from inrun.files import Files
 from inrun.ledger import Ledger, StepRecord
-from inrun.ledger.files import Files
-from inrun.ledger.lock import Lock
-from inrun.ledger.manifest import Record, chain_path, head_line, head_path
+from inrun.ledger.lock import lock_rank
+from inrun.ledger.manifest import ManifestEntry, chain_path, head_line, head_path
 from inrun.ledger.verify import verify
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[list, list]:
 def die(ledger: Ledger) -> None:
     """End a writer as a killed process would: nothing is flushed, the system gives the lock back."""
     if ledger._lock is not None:
-        ledger._lock._close()
+        ledger._lock._let_go()
 
 
 @pytest.fixture
@@ -339,7 +339,7 @@ class InPlace(Ledger):
 
     def _commit(self, kind, parts, more):
         manifest = self._manifest
-        made = Record(manifest.count, kind, self.rank, self._at_step, manifest.last_hash, parts, more)
+        made = ManifestEntry(manifest.count, kind, self.rank, self._at_step, manifest.last_hash, parts, more)
         path = chain_path(self.path, self.rank)
         before = path.read_bytes() if path.exists() else b""
         for file, data in ((path, before + made.line()), (head_path(self.path, self.rank), head_line(made.number, made.hash))):
@@ -446,7 +446,7 @@ def test_a_failing_close_gives_the_lock_back(tmp_path) -> None:
     ledger._files = FailingFiles(1, errno.ENOSPC)
     with pytest.raises(LedgerError, match="injected"):
         ledger.close()
-    Lock(tmp_path / "run", 0).release()
+    lock_rank(tmp_path / "run", 0).release()
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "pwrite", "flock"])
@@ -457,7 +457,7 @@ def test_a_lock_that_cannot_be_taken(tmp_path, monkeypatch, call: str) -> None:
         raise OSError(errno.ENOLCK, "injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr("inrun.ledger.lock.fcntl.flock" if call == "flock" else f"inrun.ledger.lock.os.{call}", fail)
+        patch.setattr("inrun.files.fcntl.flock" if call == "flock" else f"inrun.files.os.{call}", fail)
         with pytest.raises(LedgerError, match="cannot be taken.*injected"):
             Ledger.resume(tmp_path / "run", None, files=QuickFiles())
     Ledger.resume(tmp_path / "run", None).close()

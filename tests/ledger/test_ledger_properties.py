@@ -100,7 +100,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.ledger is not None)
     @rule()
     def kill(self) -> None:
-        self.ledger._lock._close()
+        self.ledger._lock._let_go()
         self.ledger, self.written = None, self.written[: self.committed]
 
     @precondition(lambda self: self.ledger is not None)

@@ -7,7 +7,6 @@ import datetime
 import decimal
 import json
 import math
-import os
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -21,10 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from inrun.analysis.curation_rules import CurationRule, Judged, Mask, Values, column_values, make_rule
+from inrun.analysis.queries import CLEAR, Info, Source, info, scores
 from inrun.errors import ConfigurationError, LedgerError
-from inrun.ledger.queries import CLEAR, Info, Names, Source, info, scores
-from inrun.ledger.rules import Judged, Mask, Rule, Values, column_values, make_rule
-from inrun.ledger.views import Books, files_of, open_books, some
+from inrun.files import DurableStream
+from inrun.ledger.reader import reader_of
+from inrun.ledger.scores import Names
+from inrun.ledger.tables import Tables, some
 
 FORMATS = ("jsonl", "parquet")
 #: How several validation sets become one verdict.
@@ -79,7 +81,7 @@ def curate(
     Args:
         source: A reader, or the path of a run.
         out: A new or empty folder.
-        keep: A rule such as ``"score > 0 and times_used >= 2"``; see :func:`inrun.ledger.rules.parse_rule`.
+        keep: A rule such as ``"score > 0 and times_used >= 2"``; see :func:`inrun.analysis.curation_rules.parse_rule`.
         top_fraction: Keep this share of the scored samples, those with the highest scores.
         quota: ``COLUMN=FRACTION`` keeps that share of every value of a column, ``COLUMN:VALUE=FRACTION`` of one value.
         validation: The sets to judge by (default: all).
@@ -92,19 +94,20 @@ def curate(
         force: Replace the files of an earlier curation in ``out``.
     """
     _check(combine, fmt, z, sum([keep is not None, top_fraction is not None, bool(quota)]))
-    with open_books(source) as books:
-        if not books.columns:
+    reader = reader_of(source)
+    with reader.tables() as tables:
+        if not tables.columns:
             raise LedgerError(
-                f"{str(books.reader.path)!r} has no sample metadata, so there is nothing to write; see ledger.register_samples"
+                f"{str(tables.run.path)!r} has no sample metadata, so there is nothing to write; see ledger.register_samples"
             )
-        books.check_rows()
-        chosen = list(books.choose(validation))
-        ids, copies = _registered(books)
-        kinds = column_values(books, by or "domain") if by or "domain" in books.columns else None
-        rule = make_rule(books, keep, top_fraction, quota, z)
-        books.choose(rule.names)
-        _check_out(Path(out), books.reader.path, force)
-        reader, files = books.reader, files_of(books.reader, "samples")
+        tables.check_rows()
+        chosen = list(tables.choose(validation))
+        ids, copies = _registered(tables)
+        kinds = column_values(tables, by or "domain") if by or "domain" in tables.columns else None
+        rule = make_rule(tables, keep, top_fraction, quota, z)
+        tables.choose(rule.names)
+        _check_out(Path(out), tables.run.path, force)
+        files = reader.files("samples")
     sets = _judge(reader, ids, tuple(dict.fromkeys([*chosen, *rule.names])), view)
     judged = {name: sets[name] for name in chosen}
     if combine == "mean" and len(chosen) > 1:
@@ -141,9 +144,9 @@ def _check(combine: str, fmt: str, z: float, rules: int) -> None:
 # Scores, aligned with the samples
 
 
-def _registered(books: Books) -> tuple[npt.NDArray[np.int64], Mask | None]:
+def _registered(tables: Tables) -> tuple[npt.NDArray[np.int64], Mask | None]:
     """Return the ids in order of registration, and which rows are copies of earlier ones (None: none is)."""
-    ids = books.table("SELECT sample_id FROM samples")["sample_id"].to_numpy()
+    ids = tables.table("SELECT sample_id FROM samples")["sample_id"].to_numpy()
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
     return (ids, None) if first.all() else (ids[first], ~first)
@@ -181,7 +184,7 @@ def _any(masks: list[Mask]) -> Mask:
     return np.logical_or.reduce(masks)
 
 
-def _verdict(rule: Rule, judged: dict[str, Judged], sets: dict[str, Judged], combine: str, drop_unused: bool) -> Mask:
+def _verdict(rule: CurationRule, judged: dict[str, Judged], sets: dict[str, Judged], combine: str, drop_unused: bool) -> Mask:
     """Return which samples are kept. A set that did not use a sample has no say on it."""
     drops = [~rule.keep(j, sets) & j.used for j in judged.values()]
     says = [j.used for j in judged.values()]
@@ -193,7 +196,7 @@ def _verdict(rule: Rule, judged: dict[str, Judged], sets: dict[str, Judged], com
     return ~(dropped | (~used & drop_unused))
 
 
-def _in_words(rule: Rule, chosen: list[str], combine: str, view: str) -> str:
+def _in_words(rule: CurationRule, chosen: list[str], combine: str, view: str) -> str:
     words = f"{rule.words}; view {view!r}; judged by {some(chosen)}"
     return f"{words}; {COMBINE[combine]}" if len(chosen) > 1 else words
 
@@ -285,12 +288,11 @@ def _with_scores(piece: pa.Table, added: dict[str, Values]) -> pa.Table:
     return piece
 
 
-class _Writer:
-    """Writes beside the name and renames at the end, so that a file is whole or absent."""
+class _Writer(DurableStream):
+    """Writes rows in a format to a file that is whole or absent."""
 
     def __init__(self, path: Path, fmt: str) -> None:
-        self.path, self.aside = path, path.with_name(path.name + ".part")
-        self.stream = self.aside.open("wb")
+        super().__init__(path)
         self.fmt = fmt
         self.parquet: pq.ParquetWriter | None = None
 
@@ -308,16 +310,14 @@ class _Writer:
         """Give the file its name."""
         if self.parquet is not None:
             self.parquet.close()
-        self.stream.close()
-        os.replace(self.aside, self.path)
+        super().finish()
 
     def abandon(self) -> None:
         """Close and remove what was not finished."""
         with contextlib.suppress(OSError, ValueError, pa.ArrowException):
             if self.parquet is not None:
                 self.parquet.close()
-        self.stream.close()
-        self.aside.unlink(missing_ok=True)
+        super().abandon()
 
 
 #: Characters that JSON allows raw, and terminals and line splitters take for something else.

@@ -10,10 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from inrun.analysis.queries import Source, groups
+from inrun.analysis.summary import summarise
 from inrun.errors import ConfigurationError, LedgerError
-from inrun.ledger.queries import Source, groups
-from inrun.ledger.summary import summarise
-from inrun.ledger.views import open_books, some
+from inrun.ledger.reader import reader_of
+from inrun.ledger.tables import some
 
 RULE = (
     "each group gets the share of the pool that its total score has in the sum of all positive totals; groups with a total of zero "
@@ -135,16 +136,16 @@ def shares(
     """
     if isinstance(pool_cents, bool) or not isinstance(pool_cents, int) or pool_cents < 1:
         raise ConfigurationError(f"pool_cents is {pool_cents!r}; it must be a positive integer")
-    with open_books(source) as books:
-        reader = books.reader
-        books.column(by)
-        books.check_rows()
-        if validation is None and len(books.sets()) > 1:
+    reader = reader_of(source)
+    with reader.tables() as tables:
+        tables.column(by)
+        tables.check_rows()
+        if validation is None and len(tables.sets()) > 1:
             raise ConfigurationError(
-                f"the run has several validation sets; choose the one that decides: {some(list(books.sets()))}"
+                f"the run has several validation sets; choose the one that decides: {some(list(tables.sets()))}"
             )
-        (name,) = books.choose(validation or list(books.sets()))
-        accounts = books.table("SELECT * FROM accounts WHERE split_part(validation, '#', 1) = $name", name=name)
+        ((name, labels),) = tables.choose(validation or list(tables.sets())).items()
+        accounts = tables.table("SELECT * FROM accounts WHERE list_contains($labels::VARCHAR[], validation)", labels=labels)
     rows = groups(reader, by, name, view=view).to_pylist()
     if not rows:
         raise LedgerError(

@@ -1,0 +1,124 @@
+"""Reading a run: which parts count, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from inrun.errors import LedgerError
+from inrun.ledger.about import read_about
+from inrun.ledger.manifest import FOLDER, Chain, Part, survey
+from inrun.ledger.parts import flaw_of, read_part
+from inrun.ledger.saved import is_old_save, old_files
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.scores import Names, score_table
+from inrun.ledger.tables import Tables, connect
+
+#: How often a reader looks again when a writer resumed under it: all but the last time False.
+TRIES = (*[False] * 20, True)
+
+
+class LedgerReader:
+    """A run's ledger, read-only. Made by :meth:`Ledger.open`; safe to use while training writes.
+
+    Attributes:
+        path: The run's folder.
+        about: What ``run.json`` says.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open a run."""
+        self.path = Path(path)
+        self.about = read_about(self.path)
+
+    def chains(self) -> list[Chain]:
+        """Read the manifests of all ranks; LedgerError if one is damaged."""
+        found, damage = survey(self.path)
+        damage = [d for chain in found for d in chain.damage] + damage
+        if damage:
+            raise LedgerError(f"{self.path} is damaged: {damage[0]}. `inrun verify` names all of it, `inrun repair` saves the rest")
+        return found
+
+    def parts(self, table: str) -> list[Part]:
+        """Return the parts of a table that count, in the order they were written, rank by rank."""
+        for last in TRIES:
+            found = self._counted(table)
+            for part in found:
+                flaw = flaw_of(self.path, part)
+                if flaw is not None:
+                    break
+            else:
+                return found
+            if last or self._counted(table) == found:  # else a writer has just resumed from an older mark
+                break
+        raise LedgerError(f"{self.path / part.path} {flaw}. `inrun verify` names all damage, `inrun repair` saves the rest")
+
+    def _counted(self, table: str) -> list[Part]:
+        return [p for c in self.chains() for e in c.live() for p in e.parts if p.table == table]
+
+    def files(self, table: str) -> list[str]:
+        """Return the paths of the Parquet files of a table that count."""
+        if is_old_save(self.path, self.about):
+            return old_files(self.path, table)
+        if not (self.path / FOLDER).is_dir() and any((self.path / table).glob("r*-*.parquet")):
+            raise LedgerError(f"{str(self.path)!r} has lost its manifest; `inrun verify` and `inrun repair` say what can be saved")
+        return [str(self.path / p.path) for p in self.parts(table)]
+
+    def _read(self, table: str, schema: pa.Schema) -> pa.Table:
+        self.flush_if_open()
+        tables = self._load(table)
+        return pa.concat_tables(tables) if tables else schema.empty_table()
+
+    def _load(self, table: str) -> list[pa.Table]:
+        for last in TRIES:
+            files = self.files(table)
+            try:
+                return [read_part(table, file) for file in files]
+            except (OSError, ValueError, pa.ArrowException) as error:
+                if last or self.files(table) == files:  # else a writer has just resumed from an older mark
+                    raise LedgerError(f"{self.path} cannot be read: {error}. `inrun verify` names the damage") from error
+        raise AssertionError
+
+    def flush_if_open(self) -> None:
+        """Write what this object holds back, before it is read: nothing, for a reader."""
+
+    def contributions(self) -> pa.Table:
+        """Return every contribution, in the order written. Loads all of it: for large runs use :meth:`tables`."""
+        return self._read("contributions", CONTRIBUTIONS)
+
+    def accounts(self) -> pa.Table:
+        """Return the accounts: one row per step and validation label (a set, one of its points, or one of its folds)."""
+        return self._read("accounts", ACCOUNTS)
+
+    def samples(self) -> pa.Table | None:
+        """Return the samples table, or None if none was registered."""
+        tables = self._load("samples")
+        return pa.concat_tables(tables, promote_options="default") if tables else None
+
+    def scores(self, validation: Names = None, view: str = "plain") -> pa.Table:
+        """Return one row per sample and validation set, ordered by validation set, then sample; the same bits on every call.
+
+        ``score`` is the sum of contributions in double precision (of a set in folds the mean of the folds' sums, with its standard
+        error; in the view ``rank`` the mean over uses). Positive = the sample lowered the validation loss.
+
+        Args:
+            validation: A set, several, or None for all.
+            view: How a contribution is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+        """
+        with self.tables() as tables:
+            return score_table(tables, validation, view)
+
+    @contextmanager
+    def tables(self, memory_limit: str | None = None) -> Iterator[Tables]:
+        """Open the tables for queries in SQL; what DuckDB has against them becomes a LedgerError."""
+        self.flush_if_open()
+        with connect(self, memory_limit) as tables:
+            yield tables
+
+
+def reader_of(source: LedgerReader | str | Path) -> LedgerReader:
+    """Return a reader of a run, given as one or as its path."""
+    return source if isinstance(source, LedgerReader) else LedgerReader(source)
