@@ -17,7 +17,6 @@ from inrun.cli.main import main
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.ledger.verify import verify
 from inrun.replay import PINNED
-from inrun.replay.compare import correlation, ranks
 from inrun.replay.replayer import Look, Replayer
 from inrun.replay.score import choose_steps, replay
 from inrun.replay.source import open_source

@@ -151,7 +151,7 @@ class Accountant:
         self.ledger.write(finished.record())
         self._run.finish(finished.result(), moved, look.hessian_checked)
         if finished.skipped:
-            log.warning("inrun: step %d is not scored: %s", finished.step, finished.skipped)
+            log.warning("inrun: step %d is not scored: %s", finished.step, finished.reason)
 
     @property
     def last(self) -> StepResult:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from inrun.engine.accounts import Account, Losses
 from inrun.engine.fold import standard_error
-from inrun.engine.validation import Column
 from inrun.ledger import StepRecord
+from inrun.ledger.labels import Label
+from inrun.ledger.record import Skip
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,27 @@ class FinishedStep:
 
     step: int
     sample_ids: Tensor
-    columns: list[Column]
+    columns: list[Label]
     #: ``[n, k]``, one column per validation set, point or fold.
     contributions: Tensor
     #: Where the method took its gradients, ``[k]``; None if it never did.
     losses: Tensor | None
     #: At places of the step, as far as they were measured.
     places: Losses
-    skipped: str | None
+    skipped: Skip | None
+    #: What there is to say beside the reason.
+    details: str
     lr: tuple[float | None, ...]
     clip: tuple[float, ...]
     audited: bool
     kept_bytes: int
     expected_bytes: int
     zero_gains: int
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the step was not scored, as the accounts say it; None if it was."""
+        return None if self.skipped is None else self.skipped.text(self.details)
 
     def by_set(self) -> dict[str, list[int]]:
         """Return the places of the columns of every validation set."""
@@ -93,7 +101,7 @@ class FinishedStep:
             standard_errors=errors,
             accounts=accounts,
             losses=losses,
-            skipped=self.skipped,
+            skipped=self.reason,
             lr=self.lr,
             clip=self.clip,
             audited=self.audited,
@@ -113,7 +121,7 @@ class FinishedStep:
             rows.append(
                 {
                     "step": self.step,
-                    "validation": column.label,
+                    "validation": str(column),
                     "loss_before": None if self.places.before is None else float(self.places.before[j]),
                     "loss_after": None if account is None else account.loss_after,
                     "data": None if self.skipped else float(part.sum()),
@@ -125,17 +133,17 @@ class FinishedStep:
                     "lr": self.lr[0],
                     "clip": self.clip[0],
                     "n_samples": len(self.sample_ids),
-                    "skipped": self.skipped,
+                    "skipped": self.reason,
                 }
             )
-        values = {} if self.skipped else {c.label: host[:, j].numpy().copy() for j, c in enumerate(self.columns)}
+        values = {} if self.skipped else {str(c): host[:, j].numpy().copy() for j, c in enumerate(self.columns)}
         return StepRecord(self.step, self.sample_ids.numpy(), values, rows)
 
     def _spreads(self) -> list[float]:
         """Return Σ|c_n| per column; of folds that of their mean, since it is the set's residual that is compared with it."""
         groups: dict[str, list[int]] = {}
         for j, column in enumerate(self.columns):
-            groups.setdefault(column.name if column.is_fold else column.label, []).append(j)
+            groups.setdefault(column.set_name, []).append(j)
         found = [0.0] * len(self.columns)
         for js in groups.values():
             spread = float(self.contributions[:, js].double().mean(1).abs().sum())

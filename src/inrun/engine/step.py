@@ -30,8 +30,10 @@ from inrun.engine.run import OpenStep, Run
 from inrun.engine.settlement import Settlement
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
-from inrun.engine.validation import Column, Gradients
+from inrun.engine.validation import Gradients
 from inrun.errors import StepError
+from inrun.ledger.labels import Label
+from inrun.ledger.record import Skip
 from inrun.torch_private import current_backward
 
 #: Takes a finished step: writes it and goes on to the next.
@@ -48,10 +50,11 @@ class Step(OpenStep):
         self.number = run.steps_done
         self.audited = False
         self.microbatches: list[Microbatch] = []
-        self.columns: list[Column] = []
+        self.columns: list[Label] = []
         self.losses: Tensor | None = None
         self.places = Losses()
-        self.skipped: str | None = None
+        self.skipped: Skip | None = None
+        self._details = ""
         #: The loss scaler found infinities and will not let the optimizer step.
         self.held_back = False
         self.broken = False
@@ -119,7 +122,12 @@ class Step(OpenStep):
         self.directions.take(found.raw)
         self.columns, self.losses = found.columns, found.losses
         if not bool(torch.isfinite(found.losses).all()):
-            self.skipped = self.skipped or f"validation loss is not finite: {found.losses.tolist()}"
+            self._skip(Skip.VALIDATION_LOSS, str(found.losses.tolist()))
+
+    def _skip(self, why: Skip, details: str = "") -> None:
+        """Do not score this step; the first reason counts."""
+        if self.skipped is None:
+            self.skipped, self._details = why, details
 
     # Microbatches
 
@@ -193,7 +201,7 @@ class Step(OpenStep):
             return
         found_inf = getattr(self.setup.optimizers[index], "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
-            self.skipped, self.held_back = "gradient is not finite and the optimizer did not step", True
+            self.skipped, self._details, self.held_back = Skip.NO_STEP, "", True
         try:
             self._settle(index)
         except BaseException:
@@ -276,9 +284,9 @@ class Step(OpenStep):
                     "the step ended without optimizer.step(); call it inside the `with` block, so that the "
                     "contributions get this update's learning rate and clip factor"
                 )
-            self.skipped = "gradient is not finite and the optimizer did not step"
-        elif self.skipped is None and not bool(torch.isfinite(contributions).all()):
-            self.skipped = "gradient or contributions are not finite"
+            self.skipped, self._details = Skip.NO_STEP, ""
+        elif not bool(torch.isfinite(contributions).all()):
+            self._skip(Skip.CONTRIBUTIONS)
         self._record(contributions)
 
     def _record(self, contributions: Tensor) -> None:
@@ -290,7 +298,7 @@ class Step(OpenStep):
             self.run.audits.spent(time.perf_counter() - began)
         columns = self.columns
         if not columns:
-            columns = [Column(name, None) for name in setup.validation.names]
+            columns = [Label(name) for name in setup.validation.names]
             contributions = contributions.new_zeros(len(contributions), len(columns))
         finished = FinishedStep(
             step=self.number,
@@ -300,6 +308,7 @@ class Step(OpenStep):
             losses=self.losses,
             places=self.places,
             skipped=self.skipped,
+            details=self._details,
             lr=self.factors.rates(),
             clip=self.factors.clips(),
             audited=self.audited,

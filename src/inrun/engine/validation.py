@@ -14,31 +14,16 @@ from torch import Tensor, nn
 from inrun.engine.fold import Folds
 from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, seed_of
 from inrun.errors import ConfigurationError, ValidationError
+from inrun.ledger.labels import Label, is_name
 
 Loss = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Column:
-    """One direction: a validation set, one point of a set whose callable returns a vector, or one fold."""
-
-    name: str
-    point: int | None
-    is_fold: bool = False
-
-    @property
-    def label(self) -> str:
-        """Return the name in the ledger: ``name``, ``name[j]`` of a point, ``name#j`` of a fold."""
-        if self.point is None:
-            return self.name
-        return f"{self.name}#{self.point}" if self.is_fold else f"{self.name}[{self.point}]"
 
 
 @dataclass
 class Gradients:
     """Validation losses and gradients at one point in weight space."""
 
-    columns: list[Column]
+    columns: list[Label]
     losses: Tensor  # [k]
     #: Per parameter ``[k, *shape]``; None where no validation loss depends on it.
     raw: list[Tensor | None]
@@ -119,9 +104,9 @@ class Validation:
         if not named:
             raise ConfigurationError("validation= is empty; give at least one callable that returns a loss")
         for name, fn in named.items():
-            if set("#[]") & set(str(name)):
+            if not is_name(name):
                 raise ConfigurationError(
-                    f"validation name {name!r}: #, [ and ] tell folds and points in the ledger; leave them out"
+                    f"validation name {name!r}: it must be a text, and #, [ and ] tell folds and points in the ledger; leave them out"
                 )
             if not isinstance(fn, Folds) and not callable(fn):
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
@@ -193,7 +178,7 @@ class Validation:
             return self._each_point(parameters, step, lambda point, last: _bent_gradient(point, parameters, move, last))
 
     def _each_point(self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate) -> Gradients:
-        columns: list[Column] = []
+        columns: list[Label] = []
         losses: list[Tensor] = []
         found: list[list[Tensor | None]] = []
         for name in self.names:
@@ -214,7 +199,7 @@ class Validation:
                         "score 0; run the model that the callable is given (not a copy of it), and do not detach its output"
                     )
                 found += mine
-                columns += [Column(name, None if loss.dim() == 0 else j, in_folds) for j in range(len(points))]
+                columns += [Label(name, None if loss.dim() == 0 else j, in_folds) for j in range(len(points))]
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
         _separate(raw)
