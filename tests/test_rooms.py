@@ -11,11 +11,11 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "inrun"
 ALLOWED = {
-    "layers": {"layers", "errors"},
+    "layers": {"layers", "errors", "torch_private"},
     "optimizers": {"optimizers", "errors", "statistics"},
     "methods": {"methods", "errors", "statistics"},
     # The accountant offers the fidelity study as a method, and imports it when asked.
-    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity"},
+    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"},
     "truth": {"truth", "errors", "statistics"},
     "fidelity": {"fidelity", "engine", "truth", "errors"},
     "ledger": {"ledger", "errors", "files"},
