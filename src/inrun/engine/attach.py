@@ -7,6 +7,7 @@ model is never kept alive by an accountant that was forgotten, and copies of the
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -74,6 +75,8 @@ class Observed:
         """Reduce as the plain module."""
         plain = getattr(type(self), PLAIN)
         reduced = list(super().__reduce_ex__(protocol))
+        if reduced[1] == (type(self),):  # the usual way to make an object, which insists on its own class
+            reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
         reduced[1] = tuple(plain if x is type(self) else x for x in reduced[1])
         if len(reduced) > 2 and isinstance(reduced[2], dict):
             reduced[2] = {k: v for k, v in reduced[2].items() if k != SLOT}

@@ -25,6 +25,13 @@ from inrun.torch_private import current_backward, version_of
 
 
 @dataclass
+class StepFlag:
+    """Whether a step of the run is open."""
+
+    open: bool = False
+
+
+@dataclass
 class Allowance:
     """What one optimizer step keeps between backward and update, as its forwards tell it, and how much it may be."""
 
@@ -48,7 +55,7 @@ def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
 
 
-@dataclass
+@dataclass(eq=False)
 class Waiting:
     """Leaves of one call (or, where gradients may be added up, of all calls of a parameter) and what arrived in them."""
 
@@ -132,11 +139,11 @@ class Microbatch:
         device: torch.device,
         buffers: Buffers,
         allowance: Allowance,
-        in_step: Callable[[], bool],
+        flag: StepFlag,
     ) -> None:
-        """``columns`` is the number of directions; ``in_step`` tells whether any step is open."""
+        """``columns`` is the number of directions; ``flag`` tells whether any step is open."""
         self.ids, self.directions, self.columns, self.dtype, self.device = ids, directions, columns, dtype, device
-        self.buffers, self.allowance, self.in_step = buffers, allowance, in_step
+        self.buffers, self.allowance, self.flag = buffers, allowance, flag
         #: Its step has ended: gradient that still flows through it can be scored no more.
         self.over = False
         #: ⟨g_n, v⟩ arrives here: by parameter, ``[n, k]``, or ``[n, k, p]`` where the rows of the parameter stay apart.
@@ -160,8 +167,9 @@ class Microbatch:
     # Leaves
 
     def _watched(self, made: Tensor, scored: tuple[Scored, ...], waiting: Waiting | None = None, place: int = 0) -> Tensor:
-        hook = functools.partial(_arrive, weakref.ref(self), self.in_step, scored, waiting, place)
-        made.register_post_accumulate_grad_hook(hook)
+        # Weakly: a leaf that held what holds it could not be freed, nor what arrived in it.
+        held = None if waiting is None else weakref.ref(waiting)
+        made.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(self), self.flag, scored, held, place))
         return made
 
     def _sum_leaf(self, s: Scored, by_rows: bool) -> Tensor:
@@ -247,9 +255,9 @@ class Microbatch:
 
 def _arrive(
     owner: weakref.ref[Microbatch],
-    in_step: Callable[[], bool],
+    flag: StepFlag,
     scored: tuple[Scored, ...],
-    waiting: Waiting | None,
+    held: weakref.ref[Waiting] | None,
     place: int,
     probe: Tensor,
 ) -> None:
@@ -257,7 +265,7 @@ def _arrive(
     micro = owner()
     if micro is None or micro.over:
         probe.grad = None
-        if in_step():
+        if flag.open:
             names = ", ".join(s.name for s in scored)
             raise StepError(
                 f"gradient flows through a use of {names} that was made in an earlier step; its samples would not be "
@@ -266,5 +274,6 @@ def _arrive(
         return
     backward = current_backward()
     micro.arrive(scored, backward)
+    waiting = None if held is None else held()
     if waiting is not None:
         waiting.take_in(place, backward)

@@ -17,6 +17,7 @@ from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
+from inrun.engine.microbatch import StepFlag
 from inrun.engine.record import StepResult
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
@@ -64,6 +65,7 @@ class Run:
         self.moved: list[Scored] | None = None
         self.hessian_checked = False
         self.open_step: OpenStep | None = None
+        self.flag = StepFlag()
         self._reused: tuple[Gradients, int] | None = None
         self._told_memory = self._warned_outside = self._suspended = False
 
@@ -74,19 +76,15 @@ class Run:
         if self.open_step is not None:
             raise StepError("a step is already open; steps cannot be nested, leave the first one before the next")
         self.setup.check_unchanged()
-        self.open_step = step
+        self.open_step, self.flag.open = step, True
         self.audits.begin()
         self.buffers.begin_step()
 
     def close(self, step: OpenStep) -> None:
         """The step is over, recorded or not."""
         if self.open_step is step:
-            self.open_step = None
+            self.open_step, self.flag.open = None, False
         self.capture.rest()
-
-    def in_step(self) -> bool:
-        """Whether a step is open."""
-        return self.open_step is not None
 
     def gradients_before(self, look: StepLook) -> tuple[Gradients, bool]:
         """Return the validation gradients that are known before the backward, and whether they are this step's own."""

@@ -163,7 +163,7 @@ class Step(OpenStep):
             setup.device,
             run.buffers,
             self.allowance,
-            run.in_step,
+            run.flag,
         )
         self.microbatches.append(micro)
         run.capture.observe(micro, Occasion(self.number, self.audited))

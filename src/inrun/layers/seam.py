@@ -17,6 +17,7 @@ keep       as the shape tells         the parts of the gradient shape (formed on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,12 @@ class Call:
     def directions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pick the directions out of ``asked`` tensors: one per contraction, before the probes."""
         return list(tensors[: sum(ask.kept_as is None for ask in self.asks)])
+
+
+def unrounded(b: Tensor) -> AbstractContextManager[Any]:
+    """Keep autocast out of the backward's own arithmetic; it stays on in a backward inside an autocast block."""
+    on = torch.is_autocast_enabled(b.device.type)
+    return torch.autocast(b.device.type, enabled=False) if on else nullcontext()
 
 
 class SecondOrder(torch.autograd.Function):
@@ -155,7 +162,7 @@ class Owned(torch.autograd.Function):
         totals: dict[str, Tensor] = {}
         if twice:
             totals = {k: s.total() for k, s in call.rule.gradients(call.constants, saved, b, call.n, names).items()}
-        with torch.no_grad():
+        with torch.no_grad(), unrounded(b):
             shapes = call.rule.gradients(call.constants, saved, b.detach(), call.n, names)
             once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
         found = totals or once
@@ -194,7 +201,7 @@ class Tapped(torch.autograd.Function):
         if torch.is_grad_enabled():
             b = SecondOrder.apply(b, past)
         buffers, ctx.buffers = ctx.buffers, {}
-        with torch.no_grad():
+        with torch.no_grad(), unrounded(b):
             shapes = call.rule.gradients(call.constants, inputs, b.detach(), call.n, call.asked_names)
             leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=False)[1]
         passed = b.sum(0, keepdim=call.batch_of_one) if call.expands else b

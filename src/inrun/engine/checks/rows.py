@@ -91,7 +91,9 @@ class Recorder:
         self.replayable[site] = call
         for place, x in enumerate(call.leaves):
             if isinstance(x, Tensor) and x.dim() > 0:
-                self.entries.append(Entry(site, x.shape, fingerprint(x), argument=place))
+                # Masks have infinities.
+                rows = fingerprint(torch.nan_to_num(x, 0.0, 1e6, -1e6) if x.is_floating_point() else x)
+                self.entries.append(Entry(site, x.shape, rows, argument=place))
         for index, x in enumerate(float_tensors(out)):
             if x.dim() > 0:
                 self.entries.append(Entry(site, x.shape, fingerprint(x), output=index))
@@ -206,6 +208,20 @@ class RowCheck:
         outputs = [Entry(None, x.shape, fingerprint(x) if x.dim() else x.new_zeros(0)) for x in float_tensors(out)]
         return recorder, outputs
 
+    def _record_exchanged(self, arguments: Arguments) -> Recorder:
+        """Run the model with one sample exchanged; it may not take such a batch."""
+        try:
+            return self._record(arguments, Recorder())[0]
+        except RowOwnershipError:
+            raise
+        except Exception as error:
+            raise RowOwnershipError(
+                "the model failed when one sample was exchanged for another, so that its rows cannot be verified "
+                f"({type(error).__name__}: {str(error).strip()}). Usual causes: offsets or lengths that only fit the batch as a whole. "
+                "Give it one row per sample, or pass check_rows=False to vouch that the leading dimension of every module's input is "
+                "the sample."
+            ) from error
+
     def _may_be_unused(self, site: Site) -> bool:
         return site.rule.replays and site not in self._examined and any(len(s.uses) > 1 for s in site.scored.values())
 
@@ -244,7 +260,7 @@ class RowCheck:
             if other is None:
                 continue
             seen = True
-            moved_entries = self._record(other, Recorder())[0].entries
+            moved_entries = self._record_exchanged(other).entries
             if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
                 raise RowOwnershipError(
                     "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
