@@ -55,7 +55,8 @@ class Slot:
 
     def route(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand a call to the engine; run it plainly if there is none any more, and while it is being compiled."""
-        listener, site = self._listener(), None if self._site is None else self._site()
+        listener = self._listener()
+        site = None if listener is None or self._site is None else self._site()
         if listener is None or site is None or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         return listener.route(site, original, args, kwargs)

@@ -50,11 +50,6 @@ class Allowance:
             )
 
 
-def leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a probe: a leaf of zeros that takes the memory of one number."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
-
-
 @dataclass(eq=False)
 class Waiting:
     """Leaves of one call (or, where gradients may be added up, of all calls of a parameter) and what arrived in them."""
@@ -157,6 +152,9 @@ class Microbatch:
         self.backwards: dict[nn.Parameter, set[int]] = {}
         #: Parameters whose gradient came through tensors of less than single precision.
         self.coarse: dict[nn.Parameter, torch.dtype] = {}
+        self._self = weakref.ref(self)
+        #: The one number that leaves of a kind are made of.
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._formed: dict[tuple[Scored, tuple[int, ...], torch.dtype], Kept] = {}
 
     @property
@@ -166,17 +164,24 @@ class Microbatch:
 
     # Leaves
 
+    def _leaf(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a probe: a leaf of zeros that takes the memory of one number."""
+        zero = self._zeros.get((dtype, device))
+        if zero is None:
+            zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
+        return zero.expand(shape).requires_grad_()
+
     def _watched(self, made: Tensor, scored: tuple[Scored, ...], waiting: Waiting | None = None, place: int = 0) -> Tensor:
         # Weakly: a leaf that held what holds it could not be freed, nor what arrived in it.
         held = None if waiting is None else weakref.ref(waiting)
-        made.register_post_accumulate_grad_hook(functools.partial(_arrive, weakref.ref(self), self.flag, scored, held, place))
+        made.register_post_accumulate_grad_hook(functools.partial(_arrive, self._self, self.flag, scored, held, place))
         return made
 
     def _sum_leaf(self, s: Scored, by_rows: bool) -> Tensor:
         leaves = self.row_sums if by_rows else self.sums
         if s not in leaves:
             shape = (self.n, self.columns, s.parameter.shape[0]) if by_rows else (self.n, self.columns)
-            leaves[s] = self._watched(leaf(shape, self.dtype, self.device), (s,))
+            leaves[s] = self._watched(self._leaf(shape, self.dtype, self.device), (s,))
         return leaves[s]
 
     def ask(
@@ -205,7 +210,7 @@ class Microbatch:
                 leaves = self._formed[key].leaves
             else:
                 self.allowance.take(nbytes_of(parts))
-                leaves = [leaf(*part, self.device) for part in parts]
+                leaves = [self._leaf(*part, self.device) for part in parts]
                 waiting = Kept(s, site, constants, kind, leaves)
                 for place, x in enumerate(leaves):
                     self._watched(x, (s,), waiting, place)
@@ -220,7 +225,7 @@ class Microbatch:
     def ask_outputs(self, site: Site, call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
         """Return one probe per output of a module that will run again."""
         self.allowance.take(sum(x.nbytes for x in outputs))
-        leaves = [leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
+        leaves = [self._leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
         waiting = Replayed(site, call, leaves)
         for place, x in enumerate(leaves):
             self._watched(x, tuple(site.scored.values()), waiting, place)

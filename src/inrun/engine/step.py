@@ -175,13 +175,11 @@ class Step(OpenStep):
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, right after it was accumulated."""
-        if torch.is_autocast_enabled(parameter.device.type):
+        try:
+            self.watch.arrive(parameter)
+        except StepError:
             self.broken = True
-            raise StepError(
-                "loss.backward() runs inside an autocast block, which rounds the gradients of the weights once more; leave the block "
-                "before the backward, as PyTorch asks for"
-            )
-        self.watch.arrive(parameter)
+            raise
 
     def _check_coverage(self) -> None:
         wanted = [s for s in self.setup.scored if not self.directions.is_zero(s)]

@@ -64,6 +64,8 @@ def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
 def dot_each(g: Tensor, v: Tensor) -> Tensor:
     """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
     flat = g.reshape(g.shape[0], -1).to(v.dtype)
+    if len(v) == 1:
+        return torch.mv(flat, v.reshape(-1)).unsqueeze(1)
     # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
     return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
 

@@ -254,8 +254,7 @@ def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
     """Contract formed gradients ``[m, p, q]`` with directions ``[k, p, q]``: ``[m, k]``, or ``[m, k, p]`` by rows."""
     if by_rows:
         return torch.stack([torch.linalg.vecdot(g_m, d) for g_m in g for d in v]).view(g.shape[0], v.shape[0], -1)
-    flat = g.view(g.shape[0], -1)
-    return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
+    return dot_each(g, v)
 
 
 def shared_outer(x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:

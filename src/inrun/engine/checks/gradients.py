@@ -21,6 +21,17 @@ SKETCH = 8
 PIECE = 1024
 
 
+_NONE: frozenset[int] = frozenset()
+
+
+def _check_autocast(device: str) -> None:
+    if torch.is_autocast_enabled(device):
+        raise StepError(
+            "loss.backward() runs inside an autocast block, which rounds the gradients of the weights once more; leave the block "
+            "before the backward, as PyTorch asks for"
+        )
+
+
 @dataclass
 class Seen:
     """What a gradient looked like right after a backward."""
@@ -89,6 +100,7 @@ class GradientWatch:
         #: Norms of gradients that were there before the step's first backward.
         self.before: dict[nn.Parameter, Tensor] = {}
         self.settled = False
+        self._latest: int | None = None
         #: Hooks of others may change gradients on their way to ``.grad``, where nothing is seen of it.
         self.hooked = foreign_gradient_hooks(self.names, ours=1)
         self._handles = [p.register_hook(self._before_arrival(p)) for p in self.names if p.grad is not None]
@@ -112,7 +124,11 @@ class GradientWatch:
         gradient = parameter.grad
         if gradient is None:
             return
-        self.backwards.setdefault(parameter, set()).add(current_backward())
+        backward = current_backward()
+        if backward != self._latest:
+            self._latest = backward
+            _check_autocast(parameter.device.type)
+        self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
         if before is not None and not before.untouched(gradient, writes=1):
             self.disturbed.add(parameter)
@@ -137,8 +153,9 @@ class GradientWatch:
         missed = []
         for s in scored:
             came = self.backwards.get(s.parameter)
-            if came and not came <= set().union(*(found.get(s.parameter, set()) for found in contracted)):
-                missed.append(s.name)
+            if came and not any(came <= found.get(s.parameter, _NONE) for found in contracted):
+                missing = came - set().union(*(found.get(s.parameter, _NONE) for found in contracted))
+                missed += [s.name] if missing else []
         if missed:
             raise CoverageError(
                 f"{', '.join(missed)} received gradient, but no observed module used it in this step; its scores would be "
