@@ -350,7 +350,7 @@ def test_tables_are_complete() -> None:
 
 
 def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     block = text.split("```python\n")[1].split("```")[0]
     exec(block, {})  # noqa: S102 - our own documentation
     assert "0.0500, 0.0250, 0.1000" in capsys.readouterr().out
