@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_optimizers import ALL, CAPTURABLE, ELEMENTWISE, ROUNDED, Setup, real_error
 from torch import Tensor, nn, optim
 
 from inrun.errors import OptimizerError
 from inrun.optimizers import UpdateRule, find_update
 from reference import relative_error
-from test_optimizers import ALL, CAPTURABLE, ELEMENTWISE, ROUNDED, Setup, real_error
 
 #: Updates with a history in the denominator: single entries of their gain are hard in float32.
 CURVED = [n for n in ELEMENTWISE if not n.startswith(("sgd", "asgd", "rprop")) and n != "adam sign"]
