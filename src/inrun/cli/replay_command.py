@@ -15,9 +15,6 @@ from inrun.errors import ConfigurationError
 from inrun.methods import METHODS, UPDATES
 from inrun.replay import MODES
 
-#: Methods whose validation gradient is known before the backward, and can be kept for several steps.
-EARLY = ", ".join(name for name, method in METHODS.items() if not method.deferred)
-
 
 @click.command(
     epilog="""\b
@@ -45,7 +42,12 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
 @click.option("--method", type=Registered(METHODS), help="Default: the run's.")
 @click.option("--update", type=Registered(UPDATES), help="Default: the run's.")
-@click.option("--refresh", type=click.IntRange(1), metavar="K", help=f"Steps that share a validation gradient ({EARLY}).")
+@click.option(
+    "--refresh",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Steps that share a validation gradient (for methods that take it before the step).",
+)
 @click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="K", help="Replay one step in K.")
 @click.option("--limit-steps", type=click.IntRange(1), metavar="N", help="Replay the first N steps only.")
 @click.option("--out", type=click.Path(), metavar="DIR", help="Where the new books go (default: RUN/replays/NAME).")
