@@ -17,7 +17,7 @@ ALLOWED = {
     # The accountant offers the fidelity study as a method, and imports it when asked.
     "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"},
     "truth": {"truth", "errors", "statistics"},
-    "fidelity": {"fidelity", "engine", "truth", "errors"},
+    "fidelity": {"fidelity", "engine", "methods", "truth", "errors"},
     "ledger": {"ledger", "errors", "files"},
     "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files"},
     "report": {"report", "analysis", "ledger", "methods", "errors", "statistics", "files"},
@@ -26,7 +26,8 @@ ALLOWED = {
     "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
-    "bench": {"bench", "engine", "layers", "training", "errors"},
+    "baselines": {"baselines", "errors", "statistics", "ledger"},
+    "bench": {"bench", "engine", "layers", "methods", "training", "errors"},
 }
 NO_TORCH = {"ledger", "analysis", "report"}
 #: Files that every room may import, and that import none.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ CASES = {
     "no accounts": (lambda p: simple(p, accounts=False), ["no step recorded it"]),
     "losses that are no numbers": (lambda p: simple(p, loss_before=float("nan"), loss_after=float("inf")), ["no step recorded it"]),
     "rising loss": (lambda p: simple(p, loss_before=1.0, loss_after=1.5, optimizer=0.0, residual=-1.0), ["too coarse"]),
-    "several sets": (lambda p: simple(p, labels=("a", "b", "c")), ["Do validation sets agree?", "Which group helps which"]),
+    "several sets": (lambda p: simple(p, labels=("a", "b", "c")), ["Do validation sets agree?"]),
     "one step": (lambda p: simple(p, steps=1), ["steps 0 to 0"]),
     "one sample": (lambda p: simple(p, samples=1), ["1 used, 1 registered"]),
     "points": (lambda p: simple(p, labels=tuple(f"v[{j}]" for j in range(30))), ["Not shown: 22 more validation sets"]),
@@ -199,8 +200,9 @@ def test_figures_are_those_of_the_queries(story):
     names = list(found.sets)
     assert names == ["code", "docs"] and set(found.sets.values()) == {4}
     whole = queries.groups(story, "domain").to_pylist()
-    grouping = found.groupings[0]
-    assert [g.column for g in found.groupings] == ["domain", "source", "owner"]
+    groups = found.panels["groups"]
+    grouping = SimpleNamespace(**groups["groupings"][0])
+    assert [g["column"] for g in groups["groupings"]] == ["domain", "source", "owner"] == found.columns
     for row in whole:
         mine = grouping.whole[names.index(row["validation"])][grouping.names.index(row["group"])]
         assert mine["total"] == pytest.approx(row["total"], rel=1e-4)
@@ -211,12 +213,12 @@ def test_figures_are_those_of_the_queries(story):
         for row in queries.groups(story, "domain", stages=20, cumulative=cumulative).to_pylist():
             mine = grouping.stages[names.index(row["validation"])][grouping.names.index(row["group"])]
             upto = slice(0 if cumulative else row["stage"], row["stage"] + 1)
-            assert found.stages.last[row["stage"]] == row["last_step"]
+            assert groups["stages"]["last"][row["stage"]] == row["last_step"]
             assert sum(mine["total"][upto]) == pytest.approx(row["total"], rel=1e-3, abs=1e-7)
             assert sum(mine["uses"][upto]) == row["uses"]
             if cumulative:
                 assert sum(mine["new"][upto]) == row["samples"]
-    assert found.agreement.matrix[0][1] == pytest.approx(queries.agreement(story, "code", "docs").spearman, abs=1e-3)
+    assert found.panels["agreement"]["matrix"][0][1] == pytest.approx(queries.agreement(story, "code", "docs").spearman, abs=1e-3)
     scores = queries.scores(story, "docs").to_pydict()
     docs = found.distributions[1]
     assert docs.samples == len(scores["score"]) and docs.negative == sum(s < 0 for s in scores["score"])
@@ -398,7 +400,7 @@ def test_many_groups_are_gathered(tmp_path):
         ids = np.arange(900)
         ledger.write(StepRecord(0, ids, {"v": (ids + 1).astype(np.float32)}, [account(0, "v")]))
         ledger.register_samples({"sample_id": ids.tolist(), "domain": [f"d{i % 300}" for i in ids]})
-    grouping = gather(tmp_path / "run", by=None, top=1, text=True).groupings[0]
+    grouping = SimpleNamespace(**gather(tmp_path / "run", by=None, top=1, text=True).panels["groups"]["groupings"][0])
     assert len(grouping.names) == 24 and grouping.names[-1] == "277 other groups" and grouping.names[0] == "d299"
     assert len(grouping.stages[0]) == 16 and sum(g["total"] for g in grouping.whole[0]) == pytest.approx(900 * 901 / 2, rel=1e-4)
     assert sum(sum(g["total"]) for g in grouping.stages[0]) == pytest.approx(900 * 901 / 2, rel=1e-4)

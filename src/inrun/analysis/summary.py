@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from inrun.ledger.labels import sets_of_accounts
+from inrun.methods import METHODS
 
 #: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
 BALANCED, COARSE = 0.01, 0.10
@@ -156,16 +157,10 @@ def verdict(relative: float | None, method: str, update: str) -> str:
 
 
 def advice(method: str, update: str) -> str:
-    """Name the next finer choice."""
-    if update == "sgd":
-        return 'If the optimizer is not plain SGD, take method="midpoint" with update="secant": it shares out the real move.'
-    if method in ("first", "lookahead"):
-        return 'Take method="midpoint" (third order in the step size), or a smaller learning rate.'
-    if update == "frozen":
-        return 'Take update="secant": its shares sum to the real move.'
-    if method == "second":
-        return 'Take method="midpoint" (with quadrature="gauss3" if need be): the loss is not a parabola over such a step.'
-    return 'Take quadrature="gauss3" or finer: the gradient turns along the way; or a smaller learning rate.'
+    """Name the next finer choice; of a method that is not registered here, say what there is."""
+    if method in METHODS:
+        return METHODS[method].advice(update)
+    return f"Take a finer method (this version of inrun has {', '.join(METHODS)}), or a smaller learning rate."
 
 
 def _page(s: SetSummary, method: str, update: str) -> str:

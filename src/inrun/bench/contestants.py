@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from inrun.bench.shape import Shape
 from inrun.engine import Accountant
 from inrun.layers.layout import scratch_bytes
+from inrun.methods import METHODS
 from inrun.training.loss import next_token_loss
 
 
@@ -139,16 +140,23 @@ class _Functional:
 
 def entries(shape: Shape) -> list[Entry]:
     """Return the contestants for a shape, the two yardsticks first."""
-    updates = ["sgd"] if shape.optimizer == "sgd" else ["frozen", "sgd"]
-    ours = [Entry(f"first+{update} {form}", scored("first", update, form)) for update in updates for form in ("shared", "project")]
-    real = "sgd" if shape.optimizer == "sgd" else "secant"
-    if shape.optimizer != "sgd":
-        ours.append(Entry("lookahead+frozen", scored("lookahead", "frozen", "auto")))
-    ours += [Entry(f"{method}+{real}", scored(method, real, "auto")) for method in ("second", "midpoint")]
     return [
         Entry("plain", plain(lambda s: s.batch)),
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
-        *ours,
+        *_ours(shape),
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
+    ]
+
+
+def _ours(shape: Shape) -> list[Entry]:
+    """Return one line per registered method, update and form; with plain SGD the update is "sgd" and no other."""
+    sgd = shape.optimizer == "sgd"
+    real = "sgd" if sgd else "secant"
+    return [
+        Entry(f"{method.name}+{update}{'' if form == 'auto' else f' {form}'}", scored(method.name, update, form))
+        for method in METHODS.values()
+        for update in (real if update == "real" else update for update in method.benchmarked_with)
+        if update == "sgd" or not sgd
+        for form in method.benchmarked_forms
     ]

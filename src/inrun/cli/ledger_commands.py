@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
+from inrun.cli.options import JSON, RUN
 from inrun.errors import ConfigurationError
 
 VIEWS = ("plain", "rank", "per_lr", "standardised")
-RUN = click.argument("run", type=click.Path(exists=True, file_okay=False))
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
 CSV = click.option("--csv", "as_csv", is_flag=True, help="Print CSV; control characters are spelt out, formulas disarmed.")
 VIEW = click.option(
     "--view",
@@ -287,9 +286,3 @@ def shares(
         click.echo(f"rule: {found.rule}\ncoverage: {found.coverage()}", err=True)
     else:
         show.print_shares(found, currency)
-
-
-def add_commands(group: click.Group) -> None:
-    """Add them to the command."""
-    for command in (scores, groups, info, audit, curate, shares):
-        group.add_command(command)

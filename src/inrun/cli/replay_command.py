@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from inrun.cli.options import JSON, RUN, Registered
 from inrun.errors import ConfigurationError
 from inrun.methods import METHODS, UPDATES
 from inrun.replay import MODES
@@ -25,7 +26,7 @@ Examples:
 Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
 """
 )
-@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@RUN
 @click.option("--validation", "-v", "files", multiple=True, metavar="[NAME=]FILE", help="New validation data (repeatable).")
 @click.option("--rows", type=click.IntRange(0), help="Rows of a set per step, 0 for all (default: as the run's own sets).")
 @click.option("--folds", default=0, type=click.IntRange(0), help="Parts scored side by side, for standard errors.")
@@ -39,9 +40,14 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
     help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
 )
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
-@click.option("--method", type=click.Choice(list(METHODS)), help="Default: the run's.")
-@click.option("--update", type=click.Choice(UPDATES), help="Default: the run's.")
-@click.option("--refresh", type=click.IntRange(1), metavar="K", help="Steps that share a validation gradient (first, lookahead).")
+@click.option("--method", type=Registered(METHODS), help="Default: the run's.")
+@click.option("--update", type=Registered(UPDATES), help="Default: the run's.")
+@click.option(
+    "--refresh",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Steps that share a validation gradient (for methods that take it before the step).",
+)
 @click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="K", help="Replay one step in K.")
 @click.option("--limit-steps", type=click.IntRange(1), metavar="N", help="Replay the first N steps only.")
 @click.option("--out", type=click.Path(), metavar="DIR", help="Where the new books go (default: RUN/replays/NAME).")
@@ -53,7 +59,7 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
 @click.option("--data", multiple=True, metavar="PATH", help="Where the training data is now, if it has moved (repeatable).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (default: as many as the run had).")
 @click.option("--quiet", is_flag=True, help="Show no progress.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+@JSON
 def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: bool, mode: str, **options: Any) -> None:
     """Score the samples of RUN, a run of `inrun train`, for validation data that arrived afterwards.
 
@@ -156,8 +162,3 @@ def _check_sets(source: Any, given: tuple[str, ...], wanted: bool, everything: b
     if not wanted:
         return []
     return list(given) or (source.live_sets if everything else source.live_sets[:1])
-
-
-def add_commands(cli: click.Group) -> None:
-    """Add the command of this file."""
-    cli.add_command(replay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from inrun.cli.options import JSON, RUN
 from inrun.cli.text import printable
 
 
@@ -15,7 +16,7 @@ Examples:
   inrun report runs/mine --no-text              for people who may not see the documents
 """
 )
-@click.argument("run", type=click.Path(exists=True, file_okay=False))
+@RUN
 @click.option("--out", type=click.Path(dir_okay=False), metavar="FILE", help="The page to write (default: report.html in RUN).")
 @click.option("--title", metavar="TEXT", help="Heading of the page (default: the name of the folder).")
 @click.option("--by", metavar="COLUMN", help="Group samples by this column first (default: domain, source, owner ...).")
@@ -24,7 +25,7 @@ Examples:
 )
 @click.option("--text/--no-text", default=True, help="Whether the texts of samples go into the page (default: yes).")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+@JSON
 def report(run: str, out: str | None, title: str | None, by: str | None, top: int, text: bool, show: bool, as_json: bool) -> None:
     """Write one self-contained HTML page about RUN: what helped, what hurt, and how sure that is.
 
@@ -42,8 +43,3 @@ def report(run: str, out: str | None, title: str | None, by: str | None, top: in
         click.echo(f"written: {printable(str(path), 4096)} ({size / 1e6:.1f} MB)")
     if show:
         click.launch(path.resolve().as_uri())
-
-
-def add_commands(group: click.Group) -> None:
-    """Add it to the command."""
-    group.add_command(report)

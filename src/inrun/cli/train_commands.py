@@ -12,6 +12,8 @@ from typing import Any
 
 import click
 
+from inrun.cli.options import JSON
+
 #: Steps of the demo.
 DEMO_STEPS = 480
 
@@ -88,7 +90,7 @@ Examples:
 )
 @click.option("--run", default="runs/demo", show_default=True, type=click.Path(file_okay=False), help="Folder of the run.")
 @click.option("--steps", default=DEMO_STEPS, show_default=True, type=click.IntRange(8))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+@JSON
 def demo(run: str, steps: int, as_json: bool) -> None:
     """Train a small GPT on the text of this Python installation and see what each piece was worth.
 
@@ -175,9 +177,3 @@ class _Listening:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-def add_commands(cli: click.Group) -> None:
-    """Add the commands of this file."""
-    cli.add_command(train)
-    cli.add_command(demo)

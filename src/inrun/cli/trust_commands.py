@@ -7,10 +7,8 @@ import sys
 
 import click
 
+from inrun.cli.options import JSON, RUN
 from inrun.cli.text import printable
-
-RUN = click.argument("run", type=click.Path(exists=True, file_okay=False))
-JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
 
 
 def _show(page: str) -> None:
@@ -55,9 +53,3 @@ def merge(runs: tuple[str, ...], out: str) -> None:
     from inrun.ledger.merge import merge as join
 
     _show(f"written: {join(list(runs), out)}")
-
-
-def add_commands(group: click.Group) -> None:
-    """Add them to the command."""
-    for command in (verify, repair, merge):
-        group.add_command(command)

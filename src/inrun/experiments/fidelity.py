@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from inrun.corpus.python_texts import pieces_of
 from inrun.errors import ConfigurationError
-from inrun.fidelity import CHOICES, FidelityReport, fidelity
+from inrun.fidelity import FidelityReport, fidelity, usual_choices
 from inrun.training.config import Model
 from inrun.training.loss import next_token_loss, row_losses
 from inrun.training.models import build_model
 
-#: What is tried on the SGD game.
-SGD_CHOICES = (("first", "sgd"), ("second", "sgd"), ("midpoint", "sgd"))
 #: Domains of the text, and how many pieces of one text are taken at most.
 DOMAINS = {"reference": 4, "code": 6, "tables": 6}
 #: Domains that validation rows are taken from, and rows that are held out of every domain.
@@ -54,9 +52,7 @@ class FidelityConfig:
 
     def resolved_choices(self) -> tuple[tuple[str, str], ...]:
         """Return the choices, or the usual ones for this game."""
-        if self.choices:
-            return self.choices
-        return SGD_CHOICES if self.proxy or self.optimizer == "sgd" else CHOICES
+        return self.choices or usual_choices(sgd=self.proxy or self.optimizer == "sgd")
 
 
 @dataclass(frozen=True)

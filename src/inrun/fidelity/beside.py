@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from inrun.engine import Accountant
-from inrun.fidelity.study import CHOICES, FidelityReport, Progress, fidelity
+from inrun.fidelity.study import FidelityReport, Progress, fidelity, usual_choices
 
 
 def beside(
@@ -43,14 +43,14 @@ def beside(
         Spearman, Pearson, RMSE and residual of each choice; ``str()`` is a table, ``save_picture`` draws the scatter.
     """
     name, loss = accountant.validation_loss(validation)
-    own = (accountant.method, accountant.update)
+    usual, own = usual_choices(), (accountant.method, accountant.update)
     with accountant.suspended():
         return fidelity(
             accountant.model,
             accountant.optimizers,
             loss,
             sample_losses,
-            choices=choices or (CHOICES if own in CHOICES else (*CHOICES, own)),
+            choices=choices or (usual if own in usual else (*usual, own)),
             max_norm=max_norm,
             permutations=permutations,
             exact=exact,

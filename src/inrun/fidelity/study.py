@@ -12,19 +12,29 @@ from torch import Tensor, nn
 from inrun.engine import Accountant
 from inrun.fidelity.rewind import rewound
 from inrun.fidelity.utility import UtilityReport, utility_agreement
+from inrun.methods import METHODS, UPDATES
 from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
 
-#: (method, update) pairs that are tried unless others are named; ``midpoint:gauss2`` is midpoint with that quadrature.
-CHOICES = (
-    ("first", "sgd"),
-    ("first", "frozen"),
-    ("lookahead", "frozen"),
-    ("first", "secant"),
-    ("second", "secant"),
-    ("midpoint", "secant"),
-    ("midpoint:gauss2", "secant"),
-)
 Progress = Callable[[int, int], None] | None
+
+
+def usual_choices(sgd: bool = False) -> tuple[tuple[str, str], ...]:
+    """Return the (method, update) pairs that are tried unless others are named, as the registry of methods has them.
+
+    ``midpoint:gauss2`` is midpoint with that quadrature.
+
+    Args:
+        sgd: For the game of plain SGD, where all updates are one: every method that makes sense there, once.
+    """
+    if sgd:
+        return tuple((name, "sgd") for name, method in METHODS.items() if "sgd" not in method.refuses)
+    return tuple(
+        (name if variant is None else f"{name}:{variant}", update)
+        for update in UPDATES
+        for name, method in METHODS.items()
+        if update in method.studied_with
+        for variant in (None, *method.studied_variants)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ def fidelity(
     validation: Callable[[nn.Module], Tensor],
     sample_losses: Callable[[nn.Module], Tensor],
     *,
-    choices: Sequence[tuple[str, str]] = CHOICES,
+    choices: Sequence[tuple[str, str]] | None = None,
     max_norm: float | None = None,
     permutations: int = 300,
     exact: bool = False,
@@ -147,7 +157,7 @@ def fidelity(
         optimizer: Its optimizer or optimizers, in the state from which the step would be made.
         validation: ``model -> scalar loss``.
         sample_losses: ``model -> [n]``: each sample's part of the batch loss; their sum is what is trained on.
-        choices: (method, update) pairs to try.
+        choices: (method, update) pairs to try; default: :func:`usual_choices`.
         max_norm: The training loop's ``clip_grad_norm_``.
         permutations: Permutations of the truth, in antithetic pairs.
         exact: Enumerate all subsets instead (at most 16 samples).
@@ -162,7 +172,7 @@ def fidelity(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     estimates = [
         (method, update, score_once(model, optimizers, validation, sample_losses, method, update, max_norm, options or {}))
-        for method, update in choices
+        for method, update in (usual_choices() if choices is None else choices)
     ]
     with rewound(model, optimizers):
         game = StepGame(model, optimizers, validation, sample_losses, max_norm=max_norm, proxy=proxy)

@@ -6,7 +6,8 @@ average ∇̄ of the validation gradient along the way. Importing a file registe
 
 from inrun.methods.registry import METHODS, UPDATES, Look, Method, find_method, register, resolve_update
 
-# isort: off - importing registers a method; this is the order in which they are listed
+# Importing registers a method; this is the order in which they are listed.
+# isort: off
 from inrun.methods import first  # noqa: F401
 from inrun.methods import lookahead  # noqa: F401
 from inrun.methods import second  # noqa: F401

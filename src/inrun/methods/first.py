@@ -14,6 +14,8 @@ class First(Method):
     name = "first"
     summary = "first order: the validation gradient before the step"
     benchmarked_with = ("frozen", "sgd")
+    benchmarked_forms = ("shared", "project")
+    studied_with = ("sgd", "frozen", "secant")
 
     def before(self, look: Look) -> Any:
         """Return ∇ℓ(w)."""

@@ -18,6 +18,7 @@ class Lookahead(Method):
         'take method="first", or update="frozen"'
     }
     benchmarked_with = ("frozen",)
+    studied_with = ("frozen",)
 
     def before(self, look: Look) -> Any:
         """Return ∇ℓ(w + δ_∅)."""

@@ -39,6 +39,7 @@ class Midpoint(Method):
     name = "midpoint"
     summary = "the validation gradient in the middle of the data's part of the step; an error of third order"
     deferred = True
+    studied_variants = ("gauss2",)
     quadrature: str = "midpoint"
 
     def __post_init__(self) -> None:

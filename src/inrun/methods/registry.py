@@ -71,6 +71,11 @@ class Method:
     refuses: ClassVar[dict[str, str]] = {}
     #: Updates beside which `inrun bench` times the method; "real" stands for the optimizer's own (secant, or sgd for SGD).
     benchmarked_with: ClassVar[tuple[str, ...]] = ("real",)
+    #: Forms of the contraction that `inrun bench` times, each with a line of its own.
+    benchmarked_forms: ClassVar[tuple[str, ...]] = ("auto",)
+    #: Updates beside which the fidelity study holds the method against the truth, and variants such as ``gauss2`` of its option.
+    studied_with: ClassVar[tuple[str, ...]] = ("secant",)
+    studied_variants: ClassVar[tuple[str, ...]] = ()
 
     def before(self, look: Look) -> Any:
         """Return ∇̄ before the backward."""

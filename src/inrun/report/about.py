@@ -8,6 +8,7 @@ from typing import Any
 
 from inrun.ledger import SIGN, UNIT
 from inrun.ledger.lock import holders
+from inrun.methods import METHODS, UPDATES
 from inrun.report.text import one_line
 
 #: Keys of run.json that the page shows in its own words, or not at all.
@@ -15,18 +16,6 @@ _TOLD = {"schema", "run_id", "sign", "unit", "method", "update", "model", "softw
 #: Lines of run.json that are shown.
 MOST_FACTS = 30
 
-METHODS = {
-    "first": "first order: the validation gradient before the step",
-    "lookahead": "first order, seen from where momentum and decay carry the weights",
-    "second": "second order: the validation gradient, bent by its curvature along the step",
-    "midpoint": "the validation gradient in the middle of the data's part of the step; an error of third order",
-}
-UPDATES = {
-    "sgd": "as if the optimizer were plain SGD (the paper's proxy)",
-    "frozen": "the optimizer's own rule, with its state as it stood before the step",
-    "auto": "frozen for methods that score inside the backward, secant for those that wait for the optimizer",
-    "secant": "every sample's share of the move that the optimizer really made",
-}
 PAPER = """@inproceedings{wang2025data,
   title     = {Data Shapley in One Training Run},
   author    = {Wang, Jiachen T. and Mittal, Prateek and Song, Dawn and Jia, Ruoxi},
@@ -47,7 +36,7 @@ def facts(about: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what ``run.json`` says, as rows of name and text."""
     method, update = str(about.get("method", "?")), str(about.get("update", "?"))
     rows = [
-        ("Method", _explained(method, METHODS)),
+        ("Method", _explained(method, {name: m.summary for name, m in METHODS.items()})),
         ("Update", _explained(update, UPDATES)),
         ("Sign", str(about.get("sign", SIGN))),
         ("Unit", str(about.get("unit", UNIT))),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from inrun.analysis.queries import info as count_run
 from inrun.errors import ConfigurationError
@@ -13,49 +11,16 @@ from inrun.ledger.reader import reader_of
 from inrun.ledger.scores import Ask, add_up
 from inrun.ledger.tables import Tables
 from inrun.report.about import writer_at_work
-from inrun.report.accounts import SetAccounts, read_accounts
-from inrun.report.distribution import Agreements, Distribution, agreements, distribution
-from inrun.report.groups import Grouping, Stages, columns_to_offer, group_by, stages_of
-from inrun.report.metrics import Metrics, read_metrics
-from inrun.report.samples import Shown, samples_to_show
+from inrun.report.accounts import read_accounts
+from inrun.report.columns import columns_to_offer
+from inrun.report.distribution import distribution
+from inrun.report.findings import Findings
+from inrun.report.metrics import read_metrics
+from inrun.report.panels import PANELS
+from inrun.report.samples import samples_to_show
 
 #: Validation sets that are shown; a set that is scored point by point may have thousands.
 MOST_SETS = 8
-
-
-@dataclass
-class Findings:
-    """What is known about a run."""
-
-    path: str
-    about: dict[str, Any]
-    #: A process writes to the run; None: the ledger is open, and nobody here writes to it.
-    at_work: bool | None
-    steps: int
-    first_step: int | None
-    last_step: int | None
-    #: Steps that scored nothing, by reason.
-    skipped: dict[str, int]
-    rows: int
-    samples_used: int
-    samples_registered: int
-    used_without_metadata: int
-    text: bool
-    #: Validation sets that are shown, each with its number of folds; how many more the run has.
-    sets: dict[str, int] = field(default_factory=dict)
-    more_sets: int = 0
-    accounts: list[SetAccounts] = field(default_factory=list)
-    distributions: list[Distribution] = field(default_factory=list)
-    agreement: Agreements | None = None
-    stages: Stages | None = None
-    groupings: list[Grouping] = field(default_factory=list)
-    shown: Shown = field(default_factory=Shown)
-    metrics: Metrics | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        """The metadata columns that samples are grouped by."""
-        return [g.column for g in self.groupings]
 
 
 def gather(run: LedgerReader | str | Path, *, by: str | None, top: int, text: bool) -> Findings:
@@ -100,12 +65,12 @@ def _read(tables: Tables, found: Findings, by: str | None, top: int) -> None:
     found.more_sets = max(len(tables.sets()) - len(names), 0)
     method, update = str(found.about.get("method", "?")), str(found.about.get("update", "?"))
     found.accounts = read_accounts(tables, names, method, update)
-    if not sets:
-        return
-    add_up(tables, sets, Ask())
-    found.distributions = [distribution(tables, name) for name in names]
-    found.agreement = agreements(tables, names, found.samples_used)
-    first, last = tables.row("SELECT min(step), max(step) FROM contributions")
-    found.stages = stages_of(first, last)
-    found.groupings = [group_by(tables, column, sets, found.stages) for column in columns]
-    found.shown = samples_to_show(tables, names, columns, top, found.text, found.samples_used)
+    if sets:
+        add_up(tables, sets, Ask())
+        found.columns = columns
+        found.distributions = [distribution(tables, name) for name in names]
+        found.shown = samples_to_show(tables, names, columns, top, found.text, found.samples_used)
+    for panel in PANELS:
+        data = panel.read(tables, found) if sets or not panel.needs_scores else None
+        if data is not None:
+            found.panels[panel.id] = data

@@ -10,13 +10,14 @@ from typing import Any
 
 from inrun.errors import InrunError
 from inrun.report.about import PAPER, citation, facts, next_commands
-from inrun.report.gather import Findings
+from inrun.report.findings import Findings
+from inrun.report.panels import PANELS
 from inrun.report.payload import payload
 from inrun.report.story import account_rows, headlines, notices, run_line
 from inrun.report.text import one_line, safe_json, visible
 
-#: In the order they run.
-SCRIPTS = ("kit.js", "charts.js", "tables.js", "samples.js", "main.js")
+#: In the order they run: tools, then the panels' own scripts, then what shows them all.
+TOOLS, REST = ("kit.js", "charts.js", "tables.js"), ("samples.js", "main.js")
 #: Plotly makes an empty style element and fills it rule by rule: the hash of nothing lets it.
 NOTHING = ""
 
@@ -36,7 +37,7 @@ def render(found: Findings, title: str | None = None) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     style = _asset("style.css")
-    scripts = [_inline(s) for s in (_asset("early.js"), _plotly(), "\n".join(_asset(name) for name in SCRIPTS))]
+    scripts = [_inline(s) for s in (_asset("early.js"), _plotly(), _app())]
     early, plotly, app = scripts
     trusted = {"early": early, "plotly": plotly, "app": app, "style": style, "data": safe_json(payload(found))}
     name = title if title is not None else found.path.rstrip("/").rpartition("/")[2]
@@ -47,6 +48,7 @@ def render(found: Findings, title: str | None = None) -> str:
         found=found,
         sets=[one_line(s, 60) for s in found.sets],
         columns=[one_line(c, 60) for c in found.columns],
+        panels=[panel for panel in PANELS if panel.id in found.panels],
         account_rows=account_rows,
         headlines=headlines(found),
         notices=notices(found),
@@ -81,6 +83,12 @@ def _hash(text: str) -> str:
 def _inline(script: str) -> str:
     """Return a script that can stand in a script element; in JavaScript strings and patterns the added backslash is nothing."""
     return script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _app() -> str:
+    """Return the page's own script; each panel's part has a scope of its own, so that their names cannot clash."""
+    panels = ["{\n" + _asset(f"panels/{panel.id}.js") + "}\n" for panel in PANELS]
+    return "\n".join([*map(_asset, TOOLS), *panels, *map(_asset, REST)])
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from inrun.report.gather import Findings
+from inrun.report.findings import Findings
 from inrun.report.text import one_line
 
 
@@ -19,10 +19,8 @@ def payload(found: Findings) -> dict[str, Any]:
         "loss": [b.curve for b in found.accounts],
         "books": [{"audited": b.audited, "steps": b.steps, "curve": b.audited_curve} for b in found.accounts],
         "metrics": _metrics(found),
-        "scores": [asdict(d) for d in found.distributions],
-        "agreement": None if found.agreement is None else asdict(found.agreement),
-        "stages": None if found.stages is None else {"first": found.stages.first, "last": found.stages.last},
-        "groupings": [{**asdict(g), "column": one_line(g.column, 60)} for g in found.groupings],
+        "columns": [one_line(column, 60) for column in found.columns],
+        "panels": found.panels,
         "shown": asdict(found.shown),
         "text": found.text,
     }

@@ -9,7 +9,7 @@ from typing import Any
 from inrun.analysis.summary import BALANCED, COARSE
 from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
-from inrun.report.gather import Findings
+from inrun.report.findings import Findings
 from inrun.report.text import aligned, counted, number, one_line, percent, signed
 
 #: The accounts in plain words.

@@ -1,8 +1,10 @@
 "use strict";
 // Small things that everything else is made of. Text reaches the page by textContent only.
 const data = JSON.parse(document.getElementById("data").textContent);
-const state = { set: 0, column: 0, measure: "share", span: "cumulative", end: "top", group: "", query: "", count: 10, twins: 5 };
+const state = { set: 0, column: 0, end: "top", group: "", query: "", count: 10, twins: 5 };
 const byId = (id) => document.getElementById(id);
+// Panels register here, by id: build(section, found) adds what stays to the section, draw(found) shows what is chosen.
+const panels = {};
 
 function make(tag, options = {}, ...children) {
   const element = document.createElement(tag);
@@ -74,5 +76,18 @@ function swatch(fill, dash, hatched = false) {
   if (dash) element.style.borderTop = `3px ${dash === "solid" ? "solid" : dash === "dot" ? "dotted" : "dashed"} ${fill}`;
   else if (hatched) element.style.backgroundImage = `repeating-linear-gradient(45deg, ${fill} 0 3px, ${token("--surface")} 3px 4.5px)`;
   else element.style.backgroundColor = fill;
+  return element;
+}
+
+// Parts that panels are built of: a chart with its legend and caption, a table that scrolls, a choice of one.
+function chartParts(id) {
+  return [make("div", { class: "legend", id: `${id}-legend` }), make("div", { class: "chart", id: `${id}-chart` }), make("figcaption", { id: `${id}-caption` })];
+}
+const scrolled = (id, name) => make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": name }, make("div", { id }));
+function switchOf(id, name, choices, act) {
+  const options = Object.entries(choices).map(([value, text], k) =>
+    make("label", {}, make("input", { type: "radio", name: id, value, ...(k ? {} : { checked: "" }) }), make("span", { text })));
+  const element = make("fieldset", { class: "switch", id }, make("legend", { class: "unseen", text: name }), ...options);
+  element.addEventListener("change", (e) => act(e.target.value));
   return element;
 }

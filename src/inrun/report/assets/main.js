@@ -1,9 +1,12 @@
 // The switches, and what each of them changes.
+const shownPanels = Object.entries(data.panels);
+function drawPanels() {
+  for (const [id, found] of shownPanels) panels[id].draw(found);
+}
+
 function everything() {
   if (byId("loss-chart")) { drawLoss(); drawBooks(); }
-  if (byId("spread-chart")) drawSpread();
-  if (data.groupings.length) { drawStages(); drawGroups(); drawHeat(); }
-  drawAgreement();
+  drawPanels();
   if (byId("samples-list")) drawSamples();
   drawTwins();
 }
@@ -17,9 +20,9 @@ function onSet(value) {
 
 function onColumn(value) {
   state.column = value;
-  for (const element of document.querySelectorAll(".column-name")) element.textContent = data.groupings[value].column;
+  for (const element of document.querySelectorAll(".column-name")) element.textContent = data.columns[value];
   fillGroups();
-  drawStages(); drawGroups(); drawHeat(); drawSamples(); drawTwins();
+  drawPanels(); drawSamples(); drawTwins();
 }
 
 function onTheme(value) {
@@ -39,8 +42,6 @@ function listen(id, event, act) {
 
 listen("set", "change", (e) => onSet(Number(e.target.value)));
 listen("column", "change", (e) => onColumn(Number(e.target.value)));
-listen("measure", "change", (e) => { state.measure = e.target.value; drawStages(); });
-listen("span", "change", (e) => { state.span = e.target.value; drawStages(); });
 listen("theme", "change", (e) => onTheme(e.target.value));
 listen("end", "change", (e) => { state.end = e.target.value; state.count = PAGE; drawSamples(); });
 listen("group", "change", (e) => { state.group = e.target.value; state.count = PAGE; drawSamples(); });
@@ -84,7 +85,9 @@ if (chosen) document.querySelector(`#theme input[value="${chosen}"]`).checked = 
 // Browsers remember what a form held before a reload; the page starts from its own state.
 for (const id of ["set", "column"]) if (byId(id)) byId(id).value = "0";
 if (byId("search")) byId("search").value = "";
-for (const name of ["measure", "span", "end"]) { const first = document.querySelector(`#${name} input`); if (first) first.checked = true; }
-if (data.groupings.length) fillGroups();
+const end = document.querySelector("#end input");
+if (end) end.checked = true;
+if (data.columns.length) fillGroups();
+for (const [id, found] of shownPanels) panels[id].build(byId(id), found);
 everything();
 document.documentElement.dataset.ready = "yes";

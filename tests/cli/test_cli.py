@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from inrun.cli.main import cli
+import inrun.cli
+from inrun.bench.contestants import entries
+from inrun.bench.shape import Shape
+from inrun.cli.main import COMMANDS, cli
 from inrun.cli.text import printable
 
 SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 50, "batch": 3, "rounds": 1}
@@ -49,7 +55,37 @@ def test_bench_measures_in_a_process_of_its_own() -> None:
     """The command itself, as people run it (the allocator setting of the bench stays in its process)."""
     result = run("bench", *SMALL, "--slow-rounds", "0", "--json")
     assert result.returncode == 0, result.stderr
-    assert len(json.loads(result.stdout)["results"]) == 9
+    names = [r["name"] for r in json.loads(result.stdout)["results"]]
+    assert names == [e.name for e in entries(Shape()) if not e.slow]
+
+
+def test_every_command_of_the_room_is_in_the_table() -> None:
+    listed = CliRunner().invoke(cli, ["--help"]).output
+    found = {}
+    for path in Path(inrun.cli.__file__).parent.glob("*_command*.py"):
+        module = import_module(f"inrun.cli.{path.stem}")
+        found |= {name: path.stem for name, value in vars(module).items() if isinstance(value, click.Command)}
+    assert found == COMMANDS
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None and command.name == name
+        assert f"  {name} " in listed
+        assert command.get_short_help_str(40).removesuffix("...") in " ".join(listed.split())
+
+
+def test_a_command_imports_only_its_own_module() -> None:
+    code = """import sys
+from inrun.cli.main import main
+try:
+    main()
+finally:
+    loaded = {name for name in sys.modules if name.startswith("inrun.cli.") and "command" in name}
+    assert loaded == {"inrun.cli.ledger_commands"}, loaded
+    assert not {"torch", "pyarrow", "rich"} & set(sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code, "info", "--help"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "steps, rows, samples" in result.stdout
 
 
 def test_exit_codes_and_messages() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_optimizers import ALL, CAPTURABLE, ELEMENTWISE, ROUNDED, Setup, real_error
 from torch import Tensor, nn, optim
 
 from inrun.errors import OptimizerError
 from inrun.optimizers import UpdateRule, find_update
 from reference import relative_error
-from test_optimizers import ALL, CAPTURABLE, ELEMENTWISE, ROUNDED, Setup, real_error
 
 #: Updates with a history in the denominator: single entries of their gain are hard in float32.
 CURVED = [n for n in ELEMENTWISE if not n.startswith(("sgd", "asgd", "rprop")) and n != "adam sign"]
@@ -350,7 +350,7 @@ def test_tables_are_complete() -> None:
 
 
 def test_the_example_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
     block = text.split("```python\n")[1].split("```")[0]
     exec(block, {})  # noqa: S102 - our own documentation
     assert "0.0500, 0.0250, 0.1000" in capsys.readouterr().out

@@ -4,20 +4,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from inrun.analysis.queries import CLEAR
 from inrun.ledger.tables import Tables, quoted
+from inrun.report.findings import Findings
+from inrun.report.panel import Panel
 from inrun.report.text import digits, one_line
 
-#: Stages of training; groups that get a colour; groups with a row in the tables; columns that can be chosen.
-STAGES, MOST_COLOURS, MOST_ROWS, MOST_COLUMNS = 20, 16, 24, 4
-#: Columns that are offered first, and those that tell samples apart instead of grouping them.
-FAVOURED = ("domain", "source", "owner")
-NO_GROUPS = ("sample_id", "id", "text", "preview", "document", "chunk", "tokens")
-#: Values beyond which a column that nobody asked for is not offered.
-FEW_VALUES = 60
+#: Stages of training; groups that get a colour; groups with a row in the tables.
+STAGES, MOST_COLOURS, MOST_ROWS = 20, 16, 24
 NO_METADATA, OTHER = "(no metadata)", "other"
 
 
@@ -57,26 +54,6 @@ def stages_of(first: int, last: int, count: int = STAGES) -> Stages:
     count = min(count, span)
     edges = [first + -(-b * span // count) for b in range(count + 1)]
     return Stages(edges[:-1], [edge - 1 for edge in edges[1:]])
-
-
-def columns_to_offer(tables: Tables, by: str | None) -> list[str]:
-    """Choose the columns that samples are grouped by: the one asked for, the well-known ones, then those with few values."""
-    if by is not None:
-        tables.column(by)  # says what there is instead
-    known = [c for c in FAVOURED if c in tables.columns and _has_values(tables, c)]
-    found = list(dict.fromkeys(([by] if by else []) + known))
-    for column in tables.columns:
-        if len(found) >= MOST_COLUMNS:
-            break
-        if column not in found and column not in (*NO_GROUPS, *FAVOURED):
-            (values,) = tables.row(f"SELECT count(*) FROM (SELECT DISTINCT {quoted(column)} FROM samples LIMIT {FEW_VALUES + 1})")
-            if 1 < values <= FEW_VALUES:
-                found.append(column)
-    return found[:MOST_COLUMNS]
-
-
-def _has_values(tables: Tables, column: str) -> bool:
-    return bool(tables.row(f"SELECT count(*) > 0 FROM (SELECT 1 FROM samples WHERE {quoted(column)} IS NOT NULL LIMIT 1)")[0])
 
 
 def group_by(tables: Tables, column: str, sets: dict[str, list[str]], stages: Stages) -> Grouping:
@@ -172,3 +149,18 @@ def _staged(
     for name, place, stage, samples in tables.relation(first_used).fetchall():
         found[name][place]["new"][stage] = samples
     return [found[name] for name in sets]
+
+
+def read(tables: Tables, found: Findings) -> dict[str, Any] | None:
+    """Return the stages, and one grouping for each column that can be chosen; None without metadata to group by."""
+    if not found.columns:
+        return None
+    sets = {name: labels for name, labels in tables.sets().items() if name in found.sets}
+    first, last = tables.row("SELECT min(step), max(step) FROM contributions")
+    stages = stages_of(first, last)
+    groupings = [group_by(tables, column, sets, stages) for column in found.columns]
+    shown = [{**asdict(g), "column": one_line(g.column, 60)} for g in groupings]
+    return {"stages": asdict(stages), "groupings": shown}
+
+
+PANEL = Panel("groups", lambda found: f"Value by {one_line(found.columns[0], 60)}", read, jump="Groups")

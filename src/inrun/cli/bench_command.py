@@ -1,0 +1,70 @@
+"""`inrun bench`: what scoring costs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from inrun import __version__
+from inrun.cli.options import JSON
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  inrun bench                                    GPT of width 256 with AdamW
+  inrun bench --optimizer sgd --no-clip
+  inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 5
+  inrun bench --model llama --device cuda --dtype bfloat16 --json
+"""
+)
+@click.option("--model", default="gpt", show_default=True, help="gpt, a transformers model type, or a config folder.")
+@click.option("--width", default=256, show_default=True, type=click.IntRange(1))
+@click.option("--layers", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1))
+@click.option("--context", default=256, show_default=True, type=click.IntRange(2), help="Positions per row.")
+@click.option("--vocab", default=4096, show_default=True, type=click.IntRange(2))
+@click.option("--tied/--untied", default=True, show_default=True, help="Head and token table share one weight (gpt).")
+@click.option("--batch", default=16, show_default=True, type=click.IntRange(1), help="Training rows per step.")
+@click.option("--validation-rows", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--optimizer", default="adamw", show_default=True, type=click.Choice(["sgd", "adamw"]))
+@click.option("--clip/--no-clip", default=True, show_default=True, help="Clip the gradient norm at 1.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "float64", "bfloat16"]))
+@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="Interleaved rounds; best counts.")
+@click.option("--slow-rounds", default=3, show_default=True, type=click.IntRange(0), help="Rounds of the slow rivals.")
+@click.option("--only", multiple=True, metavar="TEXT", help="Only contestants whose name contains this (repeatable).")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads (default: torch's own choice).")
+@JSON
+def bench(
+    clip: bool, rounds: int, slow_rounds: int, only: tuple[str, ...], threads: int | None, as_json: bool, **options: Any
+) -> None:
+    """Measure throughput and memory of scoring beside plain training, on your machine and shape.
+
+    Throughput is relative to plain training with the same optimizer. "limit" is plain training on the batch plus the
+    validation rows: the floor for anything that differentiates the validation loss at every step.
+    """
+    import torch
+
+    from inrun.bench.contestants import entries
+    from inrun.bench.measure import measure
+    from inrun.bench.shape import Shape
+    from inrun.cli.bench_table import print_table
+    from inrun.cli.progress import progress
+
+    if threads:
+        torch.set_num_threads(threads)
+    shape = Shape(clip=1.0 if clip else None, **options)
+    contestants = [e for e in entries(shape) if slow_rounds or not e.slow]
+    if only:
+        contestants = [e for e in contestants if e.name in ("plain", "limit") or any(part in e.name for part in only)]
+    with progress() as tell:
+        results = measure(shape, contestants, rounds, slow_rounds, tell)
+    if as_json:
+        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "inrun": __version__}
+        rows = [r.as_dict() for r in results]
+        click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))
+    else:
+        print_table(shape, results, rounds)

@@ -1,0 +1,29 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+RUN = click.argument("run", type=click.Path(exists=True, file_okay=False))
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object for machines.")
+
+
+class Registered(click.ParamType[str]):
+    """One of the names of a registry, as it stands when the command runs."""
+
+    name = "choice"
+
+    def __init__(self, registry: Mapping[str, Any]) -> None:
+        """Keep the registry itself, not its names."""
+        self.registry = registry
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return the names for the help."""
+        return f"[{'|'.join(self.registry)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name; say what there is if it is none."""
+        return click.Choice(list(self.registry)).convert(value, param, ctx)

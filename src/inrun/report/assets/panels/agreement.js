@@ -1,0 +1,23 @@
+// Do validation sets rank samples alike? A table of rank correlations.
+function drawAgreement({ matrix }) {
+  const rows = data.sets.map((name, i) => {
+    const cells = data.sets.map((_, j) => {
+      const value = matrix[i][j];
+      const cell = make("td", { text: value === null ? "–" : value.toFixed(2).replace("-", "−") });
+      if (value !== null) tint(cell, value);
+      return cell;
+    });
+    return make("tr", {}, rowHead(name), ...cells);
+  });
+  const corner = make("th", { scope: "col" }, make("span", { class: "unseen", text: "Validation set" }));
+  const head = make("tr", {}, corner, ...data.sets.map((text) => make("th", { text, scope: "col" })));
+  byId("agreement-table").replaceChildren(make("table", { class: "heat small" }, make("thead", {}, head), make("tbody", {}, ...rows)));
+}
+
+function build(section, { thinned }) {
+  const said = "Rank agreement (Spearman): 1 means that two sets put all samples in the same order, 0 that their orders have nothing in common." +
+    (thinned > 1 ? ` Computed on every ${thinned}th sample.` : "");
+  section.append(make("div", { class: "panel" }, scrolled("agreement-table", "Rank agreement of validation sets"), make("p", { class: "fine", text: said })));
+}
+
+panels.agreement = { build, draw: drawAgreement };
