@@ -49,18 +49,21 @@ class Tree:
     """One source tree in a process of its own."""
 
     def __init__(self, path: str, options: dict, only: list[str], keep: bool) -> None:
+        """Start the process."""
         command = [sys.executable, "-W", "ignore", "-c", WORKER, json.dumps(options), json.dumps(only), "keep" if keep else "free"]
         environment = {**os.environ, "PYTHONPATH": os.path.abspath(path)}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)  # noqa: S603
         self.names: list[str] = json.loads(self.process.stdout.readline())
 
     def ask(self, what: str, name: str):
+        """Let the process take one step of a method, and return what it measured."""
         self.process.stdin.write(json.dumps([what, name]) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
 
 def main() -> None:
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new")

@@ -16,7 +16,7 @@ ALLOWED = {
     "methods": {"methods", "errors", "statistics"},
     # The accountant offers the fidelity study as a method, and imports it when asked.
     "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"},
-    "truth": {"truth", "errors", "statistics"},
+    "truth": {"truth", "errors", "statistics", "torch_private"},
     "fidelity": {"fidelity", "engine", "methods", "truth", "errors"},
     "ledger": {"ledger", "errors", "files"},
     "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files"},

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "active_ddp_module",
     "buffers_written_silently",
     "current_backward",

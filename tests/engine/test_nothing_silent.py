@@ -413,7 +413,7 @@ def test_rows_that_mix_now_and_then_are_found(audit_every: int) -> None:
         model, x = Mixup().double(), floats(N, D)
         optimizer = sgd(model, 1e-3)
         torch.manual_seed(seed)
-        accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), audit_every=audit_every)
+        accountant = inrun.Accountant(model, optimizer, lambda m, x=x: loss_of(m, x[:1]), audit_every=audit_every)
         try:
             for _ in range(70):
                 with accountant.step(range(N)):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = '''
+SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
 from torch import nn
@@ -58,7 +58,7 @@ if rank == 0:
     print(json.dumps(told))
 dist.barrier()
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")

@@ -139,8 +139,8 @@ class Capture:
         ):  # segments that a backward recomputes were verified
             raise RowOwnershipError(
                 f"{site.name} was called outside the forward of the model given to the Accountant, so its rows cannot be "
-                "verified. Call the model itself (model(x), not model.forward(x)), give the Accountant the module whose forward you "
-                "call, or pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
+                "verified. Call the model itself (model(x), not model.forward(x)), give the Accountant the module whose forward "
+                "you call, or pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
         if site.rule.replays:
             return self._score_by_replay(site, micro, original, args, kwargs)
@@ -199,6 +199,6 @@ class Capture:
 def _check_wrappers() -> None:
     if active_ddp_module() is not None:
         raise StepError(
-            "the model runs inside DistributedDataParallel, which averages gradients over processes after they were scored; that is "
-            "not supported yet. Score a run of one process, or leave out accountant.step() on this job."
+            "the model runs inside DistributedDataParallel, which averages gradients over processes after they were scored; that "
+            "is not supported yet. Score a run of one process, or leave out accountant.step() on this job."
         )

@@ -38,8 +38,8 @@ def check_ids(ids: Any) -> Tensor:
     host = tensor.to("cpu", copy=True)
     if host.dtype == torch.uint64 and bool((host.view(torch.int64) < 0).any()):
         raise IdsError(
-            "sample ids must fit a signed 64-bit integer, up to 2**63 - 1; some of these uint64 ids are larger. Take the position in "
-            "the dataset (inrun.with_ids), or the hash modulo 2**63."
+            "sample ids must fit a signed 64-bit integer, up to 2**63 - 1; some of these uint64 ids are larger. Take the position "
+            "in the dataset (inrun.with_ids), or the hash modulo 2**63."
         )
     return host.to(torch.int64)
 

@@ -44,8 +44,8 @@ class StepLook:
         if cut:
             raise ValidationError(
                 f"the validation pass ran the modules of {', '.join(cut[:5])} without gradient, so that they would score 0. Usual "
-                "causes: reentrant activation checkpointing (take use_reentrant=False, or none in eval mode), or no_grad inside the "
-                "callable."
+                "causes: reentrant activation checkpointing (take use_reentrant=False, or none in eval mode), or no_grad inside "
+                "the callable."
             )
         return found
 

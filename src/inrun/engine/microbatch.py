@@ -71,8 +71,8 @@ class Waiting:
         for held in self.arrived.values():
             if any(x is not None and version_of(x[0]) != x[1] for x in held):
                 raise StepError(
-                    f"the input or output gradient of {self.title} was overwritten between its backward and optimizer.step(), where "
-                    "its contraction had to wait; give every microbatch a tensor of its own"
+                    f"the input or output gradient of {self.title} was overwritten between its backward and optimizer.step(), "
+                    "where its contraction had to wait; give every microbatch a tensor of its own"
                 )
         return [[None if x is None else x[0] for x in held] for held in self.arrived.values()]
 

@@ -174,15 +174,15 @@ def check_model(model: Any) -> None:
         raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise ConfigurationError(
-            f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes after "
-            "they were scored. Score a run of one process with the module inside (model.module)."
+            f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes "
+            "after they were scored. Score a run of one process with the module inside (model.module)."
         )
     sharded = [name or "the model itself" for name, m in model.named_modules() if _is_sharded(m)]
     if sharded or any(hasattr(p, "placements") for p in model.parameters()):
         where = f" ({', '.join(sharded[:3])})" if sharded else ""
         raise ConfigurationError(
-            f"the model is sharded over processes{where}, by FSDP or a DTensor plan, which is not supported yet. Score a run of one "
-            "process that holds the whole model."
+            f"the model is sharded over processes{where}, by FSDP or a DTensor plan, which is not supported yet. Score a run of "
+            "one process that holds the whole model."
         )
     compiled = [name or "the model itself" for name, m in model.named_modules() if is_compiled(m)]
     if compiled:

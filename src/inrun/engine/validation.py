@@ -106,7 +106,8 @@ class Validation:
         for name, fn in named.items():
             if not is_name(name):
                 raise ConfigurationError(
-                    f"validation name {name!r}: it must be a text, and #, [ and ] tell folds and points in the ledger; leave them out"
+                    f"validation name {name!r}: it must be a text, and #, [ and ] tell folds and points in the ledger; leave them"
+                    " out"
                 )
             if not isinstance(fn, Folds) and not callable(fn):
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
@@ -195,8 +196,8 @@ class Validation:
                 mine = [differentiate(point, j + 1 == len(points)) for j, point in enumerate(points)]
                 if all(g is None for gradients in mine for g in gradients):
                     raise ValidationError(
-                        f"validation {name!r} returned a loss that depends on no parameter that is scored, so that every sample would "
-                        "score 0; run the model that the callable is given (not a copy of it), and do not detach its output"
+                        f"validation {name!r} returned a loss that depends on no parameter that is scored, so that every sample "
+                        "would score 0; run the model that the callable is given (not a copy of it), and do not detach its output"
                     )
                 found += mine
                 columns += [Label(name, None if loss.dim() == 0 else j, in_folds) for j in range(len(points))]

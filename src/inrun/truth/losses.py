@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from inrun.errors import ValidationError
+from inrun.torch_private import TorchDispatchMode
 from inrun.truth.untouched import seed_everything, untouched
 
 Weights = dict[nn.Parameter, Tensor]
@@ -27,7 +27,7 @@ class Losses:
         """Save the model's weights and buffers; the user may train on, ℓ stays the same function."""
         self._model, self._validation = model, validation
         self.weights: Weights = {p: p.detach().clone() for p in model.parameters()}
-        self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        self._saved_buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self._task = _Task(model, validation)
 
     def looped(self, stack: Weights) -> Tensor:
@@ -45,7 +45,7 @@ class Losses:
         """Return the same numbers by one pass over all rows; not for every validation callable, see :meth:`can_vmap`."""
         names = {p: f"model.{name}" for name, p in self._model.named_parameters()}
         fixed = {names[p]: value for p, value in self.weights.items() if p not in stack}
-        buffers = {f"model.{name}": value.clone() for name, value in self._buffers.items()}
+        buffers = {f"model.{name}": value.clone() for name, value in self._saved_buffers.items()}
 
         def loss(moving: dict[str, Tensor]) -> Tensor:
             return functional_call(self._task, fixed | buffers | moving, ())  # a tied weight moves under all its names
@@ -106,7 +106,7 @@ class Losses:
     def _reset(self) -> None:
         """Write the saved weights and buffers into the model and start the random draws anew."""
         buffers = dict(self._model.named_buffers())
-        for tensor, value in (*self.weights.items(), *((buffers[name], value) for name, value in self._buffers.items())):
+        for tensor, value in (*self.weights.items(), *((buffers[name], value) for name, value in self._saved_buffers.items())):
             tensor.data.copy_(value)
         seed_everything(_SEED)
 

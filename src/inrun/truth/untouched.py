@@ -25,16 +25,14 @@ def untouched(model: nn.Module, *, weights: bool = True) -> Iterator[None]:
     gradients = [p.grad for p in parameters]
     values = [p.detach().clone() for p in parameters] if weights else []
     # A buffer may be written in place or be replaced by another tensor: keep the tensor itself and its content.
-    buffers = [
-        (module, name, b, None if b is None else b.detach().clone()) for module in modules for name, b in module._buffers.items()
-    ]
+    buffers = [(module, name, b, b.detach().clone()) for module in modules for name, b in module.named_buffers(recurse=False)]
     with _random_states():
         try:
             yield
         finally:
             for module, name, buffer, content in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None and content is not None and not _same_bits(buffer, content):
+                setattr(module, name, buffer)
+                if not _same_bits(buffer, content):
                     buffer.data.copy_(content)
             for p, value in zip(parameters, values, strict=bool(weights)):
                 # Through .data: a backward the user still has pending sees the same bits and must not complain of a new version.

@@ -170,8 +170,8 @@ class RowCheck:
             if true != layout and certain:
                 self._learn(found)
                 raise RowOwnershipError(
-                    f"{site.name} was called with shape {tuple(shape)} for the first time, and its rows are laid out in another way "
-                    "than it seemed; nothing was scored. The layout is known now: run this step again."
+                    f"{site.name} was called with shape {tuple(shape)} for the first time, and its rows are laid out in another "
+                    "way than it seemed; nothing was scored. The layout is known now: run this step again."
                 )
         if certain:
             self._learn(found)
@@ -219,9 +219,9 @@ class RowCheck:
         except Exception as error:
             raise RowOwnershipError(
                 "the model failed when one sample was exchanged for another, so that its rows cannot be verified "
-                f"({type(error).__name__}: {str(error).strip()}). Usual causes: offsets or lengths that only fit the batch as a whole. "
-                "Give it one row per sample, or pass check_rows=False to vouch that the leading dimension of every module's input is "
-                "the sample."
+                f"({type(error).__name__}: {str(error).strip()}). Usual causes: offsets or lengths that fit the batch as a whole. "
+                "Give it one row per sample, or pass check_rows=False to vouch that the leading dimension of every module's input "
+                "is the sample."
             ) from error
 
     def _may_be_unused(self, site: Site) -> bool:
@@ -242,8 +242,8 @@ class RowCheck:
             given = ", ".join(type(x).__name__ for x in (*arguments[0], *arguments[1].values())) or "nothing"
             raise RowOwnershipError(
                 f"the model was called with {given}, in which no tensor with {n} rows could be found, so that its rows cannot be "
-                "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or pass "
-                "check_rows=False to vouch that the leading dimension of every module's input is the sample."
+                "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or "
+                "pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
         recorder, outputs = self._record(arguments, Recorder())
         base = recorder.entries

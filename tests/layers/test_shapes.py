@@ -1,0 +1,115 @@
+"""Gradient shapes against per-sample gradients that are formed in full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inrun.layers.registry import nbytes_of
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+
+N, T, P, Q, K, ROWS = 4, 3, 5, 6, 2, 7
+
+
+def floats(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def outer() -> tuple[GradientShape, Tensor]:
+    x, y = floats(N, T, P), floats(N, T, Q, seed=1)
+    return Outer(x, y), torch.einsum("ntp,ntq->npq", x, y)
+
+
+def formed() -> tuple[GradientShape, Tensor]:
+    g = floats(N, P, Q)
+    return Formed(g), g
+
+
+def look_up(padding: int | None = None) -> tuple[GradientShape, Tensor]:
+    tokens = torch.randint(0, ROWS, (N, T), generator=torch.Generator().manual_seed(2))
+    b = floats(N, T, Q)
+    whole = torch.zeros(N, ROWS, Q, dtype=torch.float64)
+    for n in range(N):
+        for t in range(T):
+            if tokens[n, t] != padding:
+                whole[n, tokens[n, t]] += b[n, t]
+    return LookUp(tokens, b, ROWS, padding), whole
+
+
+SHAPES = {"outer": outer, "formed": formed, "look-up": look_up, "look-up with padding": lambda: look_up(3)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_contract_total_and_sketch(name: str) -> None:
+    shape, whole = SHAPES[name]()
+    v = floats(K, *whole.shape[1:], seed=5)
+    signs = torch.randint(0, 2, whole.shape[1:], generator=torch.Generator().manual_seed(3)).double() * 2 - 1
+    torch.testing.assert_close(shape.contract(v), torch.einsum("npq,kpq->nk", whole, v))
+    torch.testing.assert_close(shape.total(), whole.sum(0))
+    torch.testing.assert_close(shape.form(), whole)
+    total, c = shape.total_and_contract(v, by_rows=False)
+    torch.testing.assert_close(total, whole.sum(0))
+    torch.testing.assert_close(c, torch.einsum("npq,kpq->nk", whole, v))
+    for buckets in (1, 4, 9):
+        sketch = torch.zeros(N, buckets, dtype=torch.float64)
+        for j, column in enumerate((whole * signs).flatten(1).t()):
+            sketch[:, j % buckets] += column
+        torch.testing.assert_close(shape.sketch(signs, buckets), sketch)
+
+
+def test_sketches_estimate_inner_products() -> None:
+    """Unbiased: the mean over random signs of ⟨Sg, Sv⟩ is ⟨g, v⟩."""
+    shape, whole = outer()
+    v = floats(1, P, Q, seed=5)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(4000):
+        signs = torch.randint(0, 2, (P, Q), generator=generator).double() * 2 - 1
+        found.append(shape.sketch(signs, 8) @ Formed(v).sketch(signs, 8)[0])
+    expected = torch.einsum("npq,kpq->n", whole, v)
+    spread = torch.stack(found).std(0) / 4000**0.5
+    assert bool(((torch.stack(found).mean(0) - expected).abs() < 4 * spread).all())
+
+
+def test_rows_apart() -> None:
+    shape, whole = outer()
+    v = floats(K, P, Q, seed=5)
+    by_rows = torch.einsum("npq,kpq->nkp", whole, v)
+    torch.testing.assert_close(shape.contract_by_rows(v), by_rows)
+    torch.testing.assert_close(shape.total_and_contract(v, by_rows=True)[1], by_rows)
+
+
+def test_touched_rows_alone() -> None:
+    shape, whole = look_up()
+    shape = LookUp(shape.tokens, shape.b, 100, None)  # a table with more rows than tokens
+    rows = shape.touched()
+    assert rows.tolist() == sorted(set(shape.tokens.flatten().tolist()))
+    v = floats(K, 100, Q, seed=5)
+    torch.testing.assert_close(shape.contract_touched(rows, v[:, rows]), torch.einsum("npq,kpq->nk", whole, v[:, :ROWS]))
+
+
+@pytest.mark.parametrize(("t", "kind"), [(1, Outer), (30, Formed)])
+def test_the_smaller_is_kept_and_comes_back(t: int, kind: type) -> None:
+    x, y = floats(N, t, P), floats(N, t, Q, seed=1)
+    chosen, parts = Outer.kept_as(N, t, P, Q, (x.dtype, y.dtype))
+    assert chosen is kind
+    buffer = torch.empty(N, P, Q, dtype=x.dtype) if kind is Formed else None
+    kept = Outer(x, y).keep(chosen, buffer)
+    assert [(tuple(p.shape), p.dtype) for p in kept.parts()] == list(parts)
+    assert kept.nbytes == nbytes_of(parts)
+    again = kind.of(kept.parts())
+    v = floats(K, P, Q, seed=5)
+    torch.testing.assert_close(again.contract(v), Outer(x, y).contract(v))
+
+
+def test_tokens_leave_as_bits() -> None:
+    """Tokens are no floating-point numbers, but only those leave a backward."""
+    tokens = torch.tensor([[0, 2**40 + 1, 3], [-1, 5, 2**62]])
+    shape = LookUp(tokens, floats(2, 3, Q), 2**63 - 1, None)
+    parts = shape.parts()
+    assert all(p.is_floating_point() for p in parts)
+    again = LookUp.of(tuple(p.clone() for p in parts), 2**63 - 1, None)
+    assert torch.equal(again.tokens, tokens)
+    tokens.zero_()
+    assert not torch.equal(again.tokens, tokens)

@@ -1,0 +1,139 @@
+"""Every private name of torch that we use, and what would break if it went away or changed its meaning."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import inrun
+from inrun import torch_private
+
+SOURCE = Path(torch_private.__file__).parent
+
+
+def test_trees_that_others_registered_are_opened() -> None:
+    """Breaks: batches inside outputs of transformers would be leaves, and rows could not be verified."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    x = torch.ones(2)
+    leaves, structure = torch_private.flatten_tree({"a": [x], "b": BaseModelOutput(last_hidden_state=x)})
+    assert sum(leaf is x for leaf in leaves) == 2
+    assert torch_private.unflatten_tree(leaves, structure)["b"].last_hidden_state is x
+
+
+def test_versions_count_writes_through_any_view() -> None:
+    """Breaks: a kept input that was overwritten before the optimizer stepped would be contracted as if it were the old one."""
+    x = torch.zeros(4)
+    view = x.detach()[:2]
+    before = torch_private.version_of(view)
+    x.add_(1)
+    assert torch_private.version_of(view) == before + 1
+
+
+def test_writes_that_come_back_are_not_counted() -> None:
+    """Breaks: weights shifted to the middle of a move would make autograd refuse the user's graph."""
+    w = nn.Parameter(torch.ones(2))
+    loss = (w * w).sum()
+    with torch_private.keep_version_counters([w]), torch.no_grad():
+        w.add_(1).sub_(1)
+    loss.backward()
+    with torch.no_grad():  # the control
+        loss = (w * w).sum()
+    assert w.grad is not None
+
+
+def test_backwards_can_be_told_apart() -> None:
+    """Breaks: a weight scored in one backward and missed in the next would pass the coverage check."""
+    seen = []
+    w = nn.Parameter(torch.ones(2))
+    w.register_hook(lambda g: seen.append(torch_private.current_backward()))
+    for _ in range(2):
+        (w * 2).sum().backward()
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+    assert torch_private.current_backward() == -1
+
+
+def test_hooks_of_others_are_seen() -> None:
+    """Breaks: a hook that clips a gradient on its way would go unnoticed on steps that are not audited."""
+    w = nn.Parameter(torch.ones(2))
+    assert not torch_private.foreign_gradient_hooks([w], ours=0)
+    handle = w.register_post_accumulate_grad_hook(lambda p: None)
+    assert torch_private.foreign_gradient_hooks([w], ours=0)
+    assert not torch_private.foreign_gradient_hooks([w], ours=1)
+    handle.remove()
+    w.register_hook(lambda g: g)
+    assert torch_private.foreign_gradient_hooks([w], ours=1)
+
+
+def test_a_step_hook_can_go_last() -> None:
+    """Breaks: clipping by a hook that was registered after ours would not be in the scores."""
+    order: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    ours = optimizer.register_step_pre_hook(lambda *_: order.append("ours"))
+    optimizer.register_step_pre_hook(lambda *_: order.append("other"))
+    torch_private.move_last(optimizer, ours)
+    optimizer.step()
+    assert order == ["other", "ours"]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.SyncBatchNorm(2)])
+def test_batch_norms_are_known(norm: nn.Module) -> None:
+    """Breaks: rows that batch norm couples would be refused, and nobody would be warned of what the scores mean."""
+    assert torch_private.buffers_written_silently(norm)
+    assert not torch_private.buffers_written_silently(nn.LayerNorm(2))
+
+
+def test_compiled_modules_are_known() -> None:
+    """Breaks: a compiled model would be attached to, and its scores would be missing."""
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.is_compiled(torch.compile(module))
+    module.compile()
+    assert torch_private.is_compiled(module)
+
+
+def test_no_wrapper_runs_here() -> None:
+    """Breaks: gradients that are averaged after they were scored would be scored (tests/engine/test_wrappers.py sees one run)."""
+    assert torch_private.active_ddp_module() is None
+
+
+def test_operations_can_be_watched() -> None:
+    """Breaks: the truth would not know whether a model draws random numbers, and would take the slow way for all of them."""
+    seen = []
+
+    class Watch(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.rand(2)
+    assert any("rand" in name for name in seen)
+
+
+def test_nobody_else_uses_private_names_of_torch() -> None:
+    """Attributes with an underscore on torch's own modules and tensors stand in one file."""
+    ours = {"_register", "_run_one"}
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "torch_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                found += [f"{path.name}: {name}" for name in names if name.startswith("_")]
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = node.value
+                while isinstance(owner, ast.Attribute):
+                    owner = owner.value
+                if isinstance(owner, ast.Name) and owner.id == "torch" and node.attr not in ours:
+                    found.append(f"{path.name}: {ast.unparse(node)}")
+                if node.attr in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_parameters", "_buffers"):
+                    found.append(f"{path.name}: {ast.unparse(node)}")
+    assert not found
+    assert inrun.__version__
