@@ -7,6 +7,7 @@ the rows before it (and, where it took a new way, after it), and modules without
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +25,14 @@ from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import active_ddp_module, current_backward
 
 
-@dataclass
+@dataclass(frozen=True)
 class Occasion:
     """When the model runs: at which step, and whether that is audited."""
 
     step: int
     audited: bool
+    #: Told the seconds that a look at the rows took.
+    spend: Callable[[float], None] = lambda seconds: None
 
 
 class Capture:
@@ -97,7 +100,9 @@ class Capture:
         assert micro is not None
         if self._depth == 0:
             _check_wrappers()
+            began = time.perf_counter()
             self.rows.before_forward((args, kwargs), micro.n, self._occasion.step, self._occasion.audited)
+            self._occasion.spend(time.perf_counter() - began)
         self._depth += 1
         try:
             out = original(*args, **kwargs)

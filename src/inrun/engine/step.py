@@ -166,7 +166,7 @@ class Step(OpenStep):
             run.flag,
         )
         self.microbatches.append(micro)
-        run.capture.observe(micro, Occasion(self.number, self.audited))
+        run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
         return micro
 
     def expected_bytes(self) -> tuple[int, int]:

@@ -49,10 +49,12 @@ class Entry:
 
 def fingerprint(x: Tensor) -> Tensor:
     """Return one number per leading row, different (almost surely) if any entry of the row differs."""
-    flat = x.detach().reshape(x.shape[0], -1).double()
+    flat = x.detach().reshape(x.shape[0], -1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float32 if x.is_floating_point() else torch.float64)
     generator = torch.Generator().manual_seed(flat.shape[1])
-    weights = torch.rand(flat.shape[1], generator=generator, dtype=torch.float64).add_(0.5).to(x.device)
-    return flat @ weights
+    weights = torch.rand(flat.shape[1], generator=generator, dtype=flat.dtype).add_(0.5).to(x.device)
+    return (flat @ weights).double()
 
 
 class Recorder:
@@ -145,8 +147,10 @@ class RowCheck:
         again = self._looked is None or (self._looked != step and (audited or early or step - self._looked >= LOOK_AGAIN))
         if pattern in self._verified and not again:
             return
-        samples = sorted({0, n // 2, n - 1}) if pattern not in self._verified else [step % n]
-        found, certain = self._examine(n, arguments, samples)
+        if pattern in self._verified:
+            found, certain = self._examine(n, arguments, [step % n], again=True)
+        else:
+            found, certain = self._examine(n, arguments, sorted({0, n // 2, n - 1}))
         if certain:
             self._learn(found)
             self._verified.add(pattern)
@@ -204,11 +208,9 @@ class RowCheck:
 
     # The look itself
 
-    def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Entry]]:
+    def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Tensor]]:
         """Run the model and return the recorder and the model's outputs."""
-        out = self.run(arguments, recorder)
-        outputs = [Entry(None, x.shape, fingerprint(x) if x.dim() else x.new_zeros(0)) for x in float_tensors(out)]
-        return recorder, outputs
+        return recorder, float_tensors(self.run(arguments, recorder))
 
     def _record_exchanged(self, arguments: Arguments) -> Recorder:
         """Run the model with one sample exchanged; it may not take such a batch."""
@@ -236,8 +238,13 @@ class RowCheck:
                     site.leave_to_others(name)
             self._examined.add(site)
 
-    def _examine(self, n: int, arguments: Arguments, samples: list[int]) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
-        """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen."""
+    def _examine(
+        self, n: int, arguments: Arguments, samples: list[int], again: bool = False
+    ) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
+        """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen.
+
+        ``again`` leaves calls that no sample moves at what is known of them.
+        """
         if not any(x.dim() > 0 and x.shape[0] == n for x in tensors_of(arguments)):
             given = ", ".join(type(x).__name__ for x in (*arguments[0], *arguments[1].values())) or "nothing"
             raise RowOwnershipError(
@@ -277,10 +284,19 @@ class RowCheck:
                     layouts[i] = classify(before, moved, n, sample) or layouts[i]
         if not seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
-        return self._gather(n, arguments, (base, outputs), layouts, seen), seen
+        if again:
+            known = [self._known.get((e.site, pattern_of(e.shape, n), min(n, 2))) for e in base if e.site is not None]
+            layouts = [x if x is not None or e.argument is not None else k for x, k, e in zip(layouts, known, base, strict=True)]
+        return self._gather(n, arguments, (base, outputs), layouts, seen, check_free=not again), seen
 
     def _gather(
-        self, n: int, arguments: Arguments, plain: tuple[list[Entry], list[Entry]], layouts: list[Layout | None], seen: bool
+        self,
+        n: int,
+        arguments: Arguments,
+        plain: tuple[list[Entry], list[Tensor]],
+        layouts: list[Layout | None],
+        seen: bool,
+        check_free: bool,
     ) -> dict[tuple[Site, Pattern, int], Layout]:
         """Decide about the calls that no sample moved, and collect all layouts."""
         base, outputs = plain
@@ -289,7 +305,7 @@ class RowCheck:
             if layouts[i] is None and entry.argument is None:
                 layouts[i] = self._constant_layout(i, entry, n, arguments, plain, known_rows, seen)
         free = {i for i, x in enumerate(layouts) if x == "free"}
-        if free:
+        if free and check_free:
             self._check_expansion(free, n, arguments, base, outputs)
         found: dict[tuple[Site, Pattern, int], Layout] = {}
         for entry, layout in zip(base, layouts, strict=True):
@@ -307,7 +323,7 @@ class RowCheck:
         entry: Entry,
         n: int,
         arguments: Arguments,
-        plain: tuple[list[Entry], list[Entry]],
+        plain: tuple[list[Entry], list[Tensor]],
         known: list[int],
         seen: bool,
     ) -> Layout:
@@ -328,7 +344,8 @@ class RowCheck:
         recorder, after_outputs = self._record(arguments, Recorder(disturb=index, row=0))
         after = recorder.entries
         pairs = [(base[i], after[i]) for i in known if i < len(after)]
-        pairs += [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.shape and b.shape[0] % n == 0]
+        rows = [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.dim() and b.shape[0] % n == 0]
+        pairs += [(Entry(None, b.shape, fingerprint(b)), Entry(None, a.shape, fingerprint(a))) for b, a in rows]
         moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
         moved = [m for m in moved if bool(m.any())]
         if not moved:
@@ -338,7 +355,7 @@ class RowCheck:
             )
         return "rows" if all(_only_block(m, n, 0) for m in moved) else "free"
 
-    def _check_expansion(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Entry]) -> None:
+    def _check_expansion(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Tensor]) -> None:
         """See that giving batch-free outputs one copy per sample changes no shape elsewhere."""
         names = ", ".join(sorted({site.name for i in free if (site := base[i].site) is not None}))
         try:
@@ -350,7 +367,7 @@ class RowCheck:
             a.site is b.site and a.shape == b.shape and not bool(moved_rows(b.rows, a.rows).any())
             for a, b in zip(after, base, strict=True)
         )
-        if not same or [e.shape for e in after_outputs] != [e.shape for e in outputs]:
+        if not same or [x.shape for x in after_outputs] != [x.shape for x in outputs]:
             raise RowOwnershipError(_free_message(names, n))
 
 
