@@ -134,6 +134,8 @@ class FinishedStep:
                     "clip": self.clip[0],
                     "n_samples": len(self.sample_ids),
                     "skipped": self.reason,
+                    "lr_by_optimizer": list(self.lr),
+                    "clip_by_optimizer": list(self.clip),
                 }
             )
         values = {} if self.skipped else {str(c): host[:, j].numpy().copy() for j, c in enumerate(self.columns)}

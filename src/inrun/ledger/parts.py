@@ -35,7 +35,15 @@ def read_part(table: str, file: str) -> pa.Table:
     """Read the file of a part of a table, checksums included, with that table's columns."""
     with pq.ParquetFile(file, page_checksum_verification=True) as opened:
         found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
-    return found.cast(FIXED[table]) if table in FIXED else found
+    return _with_columns(found, FIXED[table]) if table in FIXED else found
+
+
+def _with_columns(found: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Give a table the columns of a schema; books of an older release lack the newest, which are null then."""
+    for field in schema:
+        if field.name not in found.column_names:
+            found = found.append_column(field, pa.nulls(len(found), field.type))
+    return found.select(schema.names).cast(schema)
 
 
 def flaw_of(run: Path, part: Part) -> str | None:

@@ -23,6 +23,9 @@ ACCOUNTS = pa.schema(
         ("clip", pa.float64()),
         ("n_samples", pa.int64()),
         ("skipped", pa.string()),
+        # One number per optimizer; ``lr`` and ``clip`` are the first one's. Books written before these columns have nulls here.
+        ("lr_by_optimizer", pa.list_(pa.float64())),
+        ("clip_by_optimizer", pa.list_(pa.float64())),
     ]
 )
 SCORES = pa.schema(

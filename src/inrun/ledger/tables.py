@@ -62,7 +62,7 @@ class Tables:
         if not files:
             self.connection.from_arrow(schema.empty_table()).create_view(table)
             return []
-        relation = self.connection.read_parquet(files, union_by_name=table == "samples")
+        relation = self.connection.read_parquet(files, union_by_name=table != "contributions")
         relation.create_view(table)
         return list(relation.columns)
 
