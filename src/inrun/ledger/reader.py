@@ -34,6 +34,21 @@ class LedgerReader:
         self.path = Path(path)
         self.about = read_about(self.path)
 
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        """Whether a folder holds a ledger."""
+        return (Path(path) / "run.json").exists()
+
+    @staticmethod
+    def holds_steps(path: str | Path) -> bool:
+        """Whether a folder holds contributions of any step, whether they still count or not."""
+        return any((Path(path) / "contributions").glob("*"))
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether a samples table was registered."""
+        return bool(self.files("samples"))
+
     def chains(self) -> list[Chain]:
         """Read the manifests of all ranks; LedgerError if one is damaged."""
         found, damage = survey(self.path)

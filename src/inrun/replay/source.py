@@ -99,7 +99,7 @@ def open_source(
             f"the documents in {', '.join(config.data.paths)}, or how they are read, have changed since {folder} was trained: "
             "sample ids would mean other samples. Give the original files with --data"
         )
-    if (folder / "run.json").exists():
+    if Ledger.exists(folder):
         reader = Ledger.open(folder)
         steps, skipped = _recorded(reader.contributions(), reader.accounts())
         run_id = str(reader.about.get("run_id"))

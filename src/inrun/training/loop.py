@@ -141,7 +141,7 @@ class Training:
         books = accountant.ledger
         assert isinstance(books, Ledger)
         try:
-            if not books.files("samples"):
+            if not books.has_samples:
                 self.data.register(books)
             if checkpoint is not None:
                 accountant.load_state_dict(checkpoint.state["accountant"])

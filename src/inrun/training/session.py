@@ -93,7 +93,7 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
     if saved.exists() and not resume and _nothing_done(run):
         _clear(run)
     if not saved.exists():
-        if (run / "run.json").exists():
+        if Ledger.exists(run):
             raise ConfigurationError(f"{run} holds books that `inrun train` did not write; choose another folder with run=")
         try:
             run.mkdir(parents=True, exist_ok=True)
@@ -133,12 +133,12 @@ def _write(saved: Path, config: TrainConfig) -> None:
 
 def _is_ours(run: Path) -> bool:
     written = (run / "config.yaml").read_text("utf-8", "replace").startswith(HEAD)
-    return written or (run / "run.json").exists() or bool(checkpoints_of(run))
+    return written or Ledger.exists(run) or bool(checkpoints_of(run))
 
 
 def _nothing_done(run: Path) -> bool:
     """Whether a run failed before its first step, by a wrong path or option: then the next try is a new one."""
-    return not checkpoints_of(run) and not any((run / "contributions").glob("*"))
+    return not checkpoints_of(run) and not Ledger.holds_steps(run)
 
 
 def _clear(run: Path) -> None:
