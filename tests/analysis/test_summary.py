@@ -139,3 +139,18 @@ def test_skipped_steps_are_counted_by_reason_whatever_the_details(tmp_path) -> N
         for step, text in enumerate(texts):
             ledger.write(StepRecord(step, np.arange(2), {}, [account("v", step) | {"skipped": text}]))
     assert queries.info(tmp_path / "run").skipped == {"validation loss is not finite": 2, "something else: 3": 1}
+
+
+FEW = [
+    (3, 150, "3 audited of 150 steps: too few"),
+    (19, 1000, "too few"),
+    (150, 150, "balance"),
+    (10, 150, "balance"),
+    (3, 3, "balance"),
+]
+
+
+@pytest.mark.parametrize(("audited", "steps", "says"), FEW)
+def test_a_verdict_from_three_steps_is_none(audited: int, steps: int, says: str) -> None:
+    assert says in verdict(0.0005, "midpoint", "secant", audited, steps)
+    assert "too coarse" in verdict(0.66, "midpoint", "secant", audited, steps)

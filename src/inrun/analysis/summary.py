@@ -119,7 +119,7 @@ def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: st
         relative_residual=relative,
         worst=[WorstStep(r["step"], r["residual"], abs(r["residual"]) / r["spread"] if r["spread"] else 0.0) for r in worst],
     )
-    found.verdict = verdict(relative, method, update)
+    found.verdict = verdict(relative, method, update, found.audited, found.steps - found.skipped)
     return found
 
 
@@ -144,11 +144,24 @@ def _total(rows: list[dict[str, Any]], key: str) -> float | None:
     return None if None in values else math.fsum(values)
 
 
-def verdict(relative: float | None, method: str, update: str) -> str:
-    """Say in plain words what the residual means and what to do about it."""
+def enough(audited: int, steps: int) -> bool:
+    """Whether the audited steps can speak for a run: all of them, or ten and one in fifty at the least.
+
+    In a rough run a few steps hold most of the residual; three that were audited may well miss them.
+    """
+    return audited >= steps or audited >= max(10, steps / 50)
+
+
+def verdict(relative: float | None, method: str, update: str, audited: int | None = None, steps: int | None = None) -> str:
+    """Say in plain words what the residual means and what to do about it; of how many steps, where that is known."""
     if relative is None:
         return "No audited step measured the residual; audit more often (audit_every=) to know how far the method is off."
     size = f"The residual is {100 * relative:.2g} % of what the samples were given and taken"
+    if relative <= BALANCED and audited is not None and steps is not None and not enough(audited, steps):
+        return (
+            f"{size} on the {audited} audited of {steps} steps: too few to say that the books balance, since single steps can hold "
+            "most of a run's residual. Audit more often (audit_every=)."
+        )
     if relative <= BALANCED:
         return f"{size}: the books balance."
     if relative <= COARSE:

@@ -93,7 +93,7 @@ def _one_set(tables: Tables, name: str, method: str, update: str) -> SetAccounts
         fall=fall,
         totals=found,
         relative_residual=relative,
-        verdict=verdict(relative, method, update),
+        verdict=verdict(relative, method, update, audited, steps - skipped),
         curve=_loss_curve(tables, name),
         audited_curve=_audited_curve(tables, name, whole) if audited else {},
     )

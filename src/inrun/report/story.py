@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inrun.analysis.summary import BALANCED, COARSE
+from inrun.analysis.summary import BALANCED, COARSE, enough
 from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.findings import Findings
@@ -157,4 +157,6 @@ def _accounts(accounts: SetAccounts) -> list[Headline]:
         return [*found, Headline("Method's error", "not measured", "no audited step measured the residual")]
     mood = "good" if relative <= BALANCED else "bad" if relative > COARSE else ""
     verdict = "the books balance" if mood == "good" else "ranks hold, sums are rough" if not mood else "too coarse for these steps"
+    if mood == "good" and not enough(accounts.audited, accounts.steps - accounts.skipped):
+        mood, verdict = "", f"on {where} only, too few to tell"
     return [*found, Headline("Method's error", percent(relative), f"|residual| / Σ|c|: {verdict}", mood)]
