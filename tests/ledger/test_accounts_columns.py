@@ -12,6 +12,7 @@ from torch import nn
 import inrun
 from inrun.analysis import summarise
 from inrun.ledger import parts, schema
+from inrun.ledger.verify import verify
 
 
 def train(folder: Path) -> None:
@@ -49,6 +50,7 @@ def test_books_from_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = inrun.Ledger.open(tmp_path / "run")
     part = next((tmp_path / "run" / "accounts").glob("*.parquet"))
     assert "lr_by_optimizer" not in parts.parse_part(part.read_bytes()).column_names  # the control
+    assert not verify(tmp_path / "run").problems
     accounts = run.accounts()
     assert accounts.schema.names == schema.ACCOUNTS.names
     assert accounts["lr_by_optimizer"].null_count == len(accounts)

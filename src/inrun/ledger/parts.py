@@ -16,6 +16,8 @@ from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 THREADS_FROM = 1 << 20
 #: Tables whose columns are fixed; the user chooses those of the samples.
 FIXED = {"contributions": CONTRIBUTIONS, "accounts": ACCOUNTS}
+#: Columns of the accounts that books of an older release lack.
+NEWEST = ("lr_by_optimizer", "clip_by_optimizer")
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -36,6 +38,15 @@ def read_part(table: str, file: str) -> pa.Table:
     with pq.ParquetFile(file, page_checksum_verification=True) as opened:
         found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
     return _with_columns(found, FIXED[table]) if table in FIXED else found
+
+
+def has_columns(table: str, schema: pa.Schema) -> bool:
+    """Whether a part has the columns of its table; an older release left the newest out, which come last."""
+    wanted = FIXED.get(table)
+    if wanted is None or schema.equals(wanted):
+        return True
+    older = [field for field in wanted if field.name not in NEWEST]
+    return table == "accounts" and schema.equals(pa.schema(older))
 
 
 def _with_columns(found: pa.Table, schema: pa.Schema) -> pa.Table:
