@@ -25,6 +25,11 @@ PLAIN = "_inrun_plain"
 class Listener(Protocol):
     """The engine, as what is attached to the user's objects sees it."""
 
+    @property
+    def model(self) -> nn.Module:
+        """Return the model that is observed."""
+        ...
+
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""
         ...
@@ -53,20 +58,28 @@ class Slot:
         """Refer to the engine weakly; ``site`` is None for a model that has no parameters of its own."""
         self._site, self._listener = site, listener
 
-    def route(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand a call to the engine; run it plainly if there is none any more, and while it is being compiled."""
+    def route(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hand a call to the engine; run it plainly if there is none any more, and while it is being compiled.
+
+        A copy of a module that took its attributes over, slot and all, is not the module that is observed.
+        """
         listener = self._listener()
         site = None if listener is None or self._site is None else self._site()
-        if listener is None or site is None or torch.compiler.is_compiling():
+        if listener is None or site is None or site.module is not module or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         return listener.route(site, original, args, kwargs)
 
-    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_model(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same for a call of the model itself."""
         listener = self._listener()
-        if listener is None or torch.compiler.is_compiling():
+        if listener is None or listener.model is not module or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         return listener.run_model(original, args, kwargs)
+
+
+def _slot_of(module: Any) -> Slot | None:
+    """Return the slot of a module; a copy may have the class and no slot."""
+    return module.__dict__.get(SLOT)
 
 
 class Observed:
@@ -78,6 +91,7 @@ class Observed:
         reduced = list(super().__reduce_ex__(protocol))
         if reduced[1] == (type(self),):  # the usual way to make an object, which insists on its own class
             reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+        reduced[0] = plain if reduced[0] is type(self) else reduced[0]
         reduced[1] = tuple(plain if x is type(self) else x for x in reduced[1])
         if len(reduced) > 2 and isinstance(reduced[2], dict):
             reduced[2] = {k: v for k, v in reduced[2].items() if k != SLOT}
@@ -89,7 +103,8 @@ class ObservedForward(Observed):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
-        return self.__dict__[SLOT].route(super().forward, args, kwargs)  # type: ignore[misc]
+        slot, original = _slot_of(self), super().forward  # type: ignore[misc]
+        return original(*args, **kwargs) if slot is None else slot.route(self, original, args, kwargs)
 
 
 class ObservedCall(Observed):
@@ -97,7 +112,8 @@ class ObservedCall(Observed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
-        return self.__dict__[SLOT].route(super().__call__, args, kwargs)  # type: ignore[misc]
+        slot, original = _slot_of(self), super().__call__  # type: ignore[misc]
+        return original(*args, **kwargs) if slot is None else slot.route(self, original, args, kwargs)
 
 
 class ObservedModel(Observed):
@@ -105,7 +121,8 @@ class ObservedModel(Observed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
-        return self.__dict__[SLOT].run_model(super().__call__, args, kwargs)  # type: ignore[misc]
+        slot, original = _slot_of(self), super().__call__  # type: ignore[misc]
+        return original(*args, **kwargs) if slot is None else slot.run_model(self, original, args, kwargs)
 
 
 _classes: dict[tuple[type, ...], type] = {}

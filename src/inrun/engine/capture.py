@@ -155,7 +155,7 @@ class Capture:
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         rule, module, n = site.rule, site.module, micro.n
-        if any(getattr(module, name) is not s.parameter for name, s in site.scored.items()):
+        if not site.holds_its_parameters():
             return original(*args, **kwargs)  # torch.func.functional_call with other weights trains none of ours
         inputs = rule.inputs(module, args, kwargs)
         lead = inputs[0]
@@ -188,7 +188,8 @@ class Capture:
     def _score_by_replay(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if all(micro.directions.is_zero(s) for s in site.scored.values()):
+        scored = {k: s for k, s in site.active().items() if s.parameter.requires_grad and not micro.directions.is_zero(s)}
+        if not scored or not site.holds_its_parameters():
             return original(*args, **kwargs)
         call = site.rule.record(site.module, args, kwargs)
         out = original(*args, **kwargs)
@@ -196,7 +197,7 @@ class Capture:
         outputs = float_tensors(out)
         if not outputs:
             raise CoverageError(f"{site.title} has parameters but returns no floating-point tensor to score them by")
-        probes = micro.ask_outputs(site, call, outputs)
+        probes = micro.ask_outputs(site, tuple(scored), call, outputs)
         tapped: list[Tensor] = [Output.apply(x, probe) for x, probe in zip(outputs, probes, strict=True)]
         return replace_float_tensors(out, iter(tapped))
 

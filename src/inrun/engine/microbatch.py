@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +26,22 @@ from inrun.torch_private import current_backward, version_of
 
 @dataclass
 class StepFlag:
-    """Whether a step of the run is open."""
+    """Whether a step of the run is open, and whether something in it went wrong that the user may have caught."""
 
     open: bool = False
+    spoiled: bool = False
+
+    def raise_(self) -> None:
+        """A step begins."""
+        self.open, self.spoiled = True, False
+
+    def lower(self) -> None:
+        """It is over."""
+        self.open = False
+
+    def spoil(self) -> None:
+        """Gradient of another step got into this one."""
+        self.spoiled = True
 
 
 @dataclass
@@ -100,26 +113,30 @@ class Kept(Waiting):
 class Replayed(Waiting):
     """A call of a module without a rule: it runs again when its output gradients are in."""
 
-    def __init__(self, site: Site, call: RecordedCall, leaves: list[Tensor]) -> None:
-        """``leaves`` are one per floating-point output."""
+    def __init__(self, site: Site, names: tuple[str, ...], call: RecordedCall, leaves: list[Tensor]) -> None:
+        """``names`` are the parameters that this call trains, ``leaves`` one per floating-point output."""
         super().__init__(f"a {type(site.module).__name__}", leaves)
         self.site, self.call = site, call
+        self.scored = {name: site.scored[name] for name in names}
 
     def check_rows(self, n: int) -> None:
         """Raise if gradient came through an output that has no row per sample."""
         for held in self.arrived.values():
             for index, x in enumerate(held):
                 if x is not None and not self.site.has_rows(index, x[0].shape, n):
-                    names = ", ".join(s.name for s in self.site.scored.values())
+                    names = ", ".join(s.name for s in self.scored.values())
                     raise CoverageError(
                         f"{names} cannot be scored: {self.site.title} has no rule, and gradient flows through its output of shape "
                         f"{tuple(x[0].shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and take the "
                         "loss outside, or move the parameter into a small module of its own."
                     )
 
-    def shapes(self, name: str, n: int, quietly: Callable[[], AbstractContextManager[None]]) -> list[GradientShape]:
-        """Return the gradients of one parameter, one shape per backward."""
-        return [Replay(self.call, name, parts, n, quietly) for parts in self.parts()]
+    def shapes(
+        self, name: str, n: int, quietly: Callable[[], AbstractContextManager[None]], known: Collection[int] = ()
+    ) -> dict[int, GradientShape]:
+        """Return the gradients of one parameter by backward, without those of the backwards ``known``."""
+        shapes = zip(self.arrived, self.parts(), strict=True)
+        return {backward: Replay(self.call, name, parts, n, quietly) for backward, parts in shapes if backward not in known}
 
 
 class Microbatch:
@@ -192,8 +209,8 @@ class Microbatch:
         directions: list[Tensor] = []
         probes: list[Tensor] = []
         buffers: dict[str, Tensor] = {}
-        for name, s in site.scored.items():
-            if self.directions.is_zero(s):
+        for name, s in site.active().items():
+            if self.directions.is_zero(s) or not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
                 continue
             if dtype.itemsize < 4:
                 self.coarse[s.parameter] = dtype
@@ -222,13 +239,13 @@ class Microbatch:
             probes += leaves
         return tuple(asks), [*directions, *probes], buffers
 
-    def ask_outputs(self, site: Site, call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
-        """Return one probe per output of a module that will run again."""
+    def ask_outputs(self, site: Site, names: tuple[str, ...], call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
+        """Return one probe per output of a module that will run again, for the parameters ``names``."""
         self.allowance.take(sum(x.nbytes for x in outputs))
         leaves = [self._leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
-        waiting = Replayed(site, call, leaves)
+        waiting = Replayed(site, names, call, leaves)
         for place, x in enumerate(leaves):
-            self._watched(x, tuple(site.scored.values()), waiting, place)
+            self._watched(x, tuple(waiting.scored.values()), waiting, place)
         self.replays.append(waiting)
         return leaves
 
@@ -271,6 +288,7 @@ def _arrive(
     if micro is None or micro.over:
         probe.grad = None
         if flag.open:
+            flag.spoil()
             names = ", ".join(s.name for s in scored)
             raise StepError(
                 f"gradient flows through a use of {names} that was made in an earlier step; its samples would not be "

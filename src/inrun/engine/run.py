@@ -69,6 +69,11 @@ class Run:
         self._reused: tuple[Gradients, int] | None = None
         self._told_memory = self._warned_outside = self._suspended = False
 
+    @property
+    def model(self) -> nn.Module:
+        """Return the model that is observed."""
+        return self.setup.model
+
     # Verbs of a step
 
     def open(self, step: OpenStep) -> None:
@@ -76,14 +81,16 @@ class Run:
         if self.open_step is not None:
             raise StepError("a step is already open; steps cannot be nested, leave the first one before the next")
         self.setup.check_unchanged()
-        self.open_step, self.flag.open = step, True
+        self.open_step = step
+        self.flag.raise_()
         self.audits.begin()
         self.buffers.begin_step()
 
     def close(self, step: OpenStep) -> None:
         """The step is over, recorded or not."""
         if self.open_step is step:
-            self.open_step, self.flag.open = None, False
+            self.open_step = None
+            self.flag.lower()
         self.capture.rest()
 
     def gradients_before(self, look: StepLook) -> tuple[Gradients, bool]:

@@ -43,6 +43,8 @@ class Settlement:
         self._totals: dict[Microbatch, Tensor] = {}
         #: Modules without a rule that were contracted at the end of their microbatch, ``[n, k]`` before any factor.
         self._replayed: dict[Microbatch, dict[Scored, Tensor]] = {}
+        #: Backwards whose part of a parameter of such a module is in there.
+        self._booked: dict[tuple[Replayed, str], set[int]] = {}
         self._balances: dict[nn.Parameter, Balance] = {}
 
     @property
@@ -74,10 +76,13 @@ class Settlement:
         """At the end of a microbatch: contract what streams and must run again, and let go of its inputs."""
         for replayed in micro.replays:
             waits = []
-            for name, s in replayed.site.scored.items():
+            for name, s in replayed.scored.items():
                 direction = self.directions.stream(s, sparse=False)
                 if direction is not None:
-                    self._book_replay(micro, s, replayed.shapes(name, micro.n, self.quietly), direction.v)
+                    known = self._booked.setdefault((replayed, name), set())
+                    found = replayed.shapes(name, micro.n, self.quietly, known)
+                    self._book_replay(micro, s, list(found.values()), direction.v)
+                    known |= set(found)
                 elif not self.directions.is_zero(s):
                     waits.append(name)
             if not waits:
@@ -162,12 +167,12 @@ class Settlement:
                 if kept.scored.optimizer == optimizer:
                     waiting.setdefault(kept.scored, []).extend((micro, shape) for shape in kept.shapes())
             for replayed in micro.replays:
-                mine = [(n, s) for n, s in replayed.site.scored.items() if s.optimizer == optimizer and replayed.arrived]
+                mine = [(n, s) for n, s in replayed.scored.items() if s.optimizer == optimizer and replayed.arrived]
                 mine = [(n, s) for n, s in mine if self.directions.stream(s, sparse=False) is None]
                 if mine:
                     self._check_replay(replayed)
                 for name, s in mine:
-                    waiting.setdefault(s, []).extend((micro, x) for x in replayed.shapes(name, micro.n, self.quietly))
+                    waiting.setdefault(s, []).extend((micro, x) for x in replayed.shapes(name, micro.n, self.quietly).values())
         spent = 0.0
         for s, held in waiting.items():
             if not held:  # its calls took no part in any backward

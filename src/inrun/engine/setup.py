@@ -77,7 +77,7 @@ class Setup:
         """Return which parameter is scored by which rule and form."""
         rows = []
         for s in self.scored:
-            for site, _ in s.uses:
+            for site in [site for site, name in s.uses if name in site.active()]:
                 waits = self.timing.waits_at(self.rules[s.optimizer], site.rule.sparse)
                 timing = "deferred" if waits else "streaming"
                 rows.append(CoverageRow(s.name, site.name, site.rule.label, site.form, timing, s.parameter.numel()))

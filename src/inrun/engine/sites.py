@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,10 +31,6 @@ class Scored:
     def add_use(self, site: Site, name: str) -> None:
         """Note that a module uses this parameter."""
         self.uses.append((site, name))
-
-    def drop_use(self, site: Site) -> None:
-        """Forget a module that only registers this parameter."""
-        self.uses = [(other, name) for other, name in self.uses if other is not site]
 
     @property
     def group(self) -> dict[str, Any]:
@@ -73,6 +70,8 @@ class Site:
     #: By name relative to the module.
     scored: dict[str, Scored]
     _forms: set[str] = field(default_factory=set)
+    #: Parameters that the module registers and does not use itself.
+    _idle: set[str] = field(default_factory=set)
     #: Outputs of a module without a rule that no sample moves: they belong to all samples at once.
     _shared_outputs: set[int] = field(default_factory=set)
 
@@ -98,10 +97,21 @@ class Site:
         """Whether output ``index`` of a module without a rule has rows of ``n`` samples."""
         return len(shape) > 0 and shape[0] % n == 0 and index not in self._shared_outputs
 
-    def leave_to_others(self, name: str) -> None:
-        """Give up a parameter that this module only registers, for a child to use (BERT's head bias)."""
-        s = self.scored.pop(name)
-        s.drop_use(self)
+    def active(self) -> dict[str, Scored]:
+        """Return the parameters that the module's own calls use, as far as is known."""
+        return {name: s for name, s in self.scored.items() if name not in self._idle} if self._idle else self.scored
+
+    def leave_to_others(self, names: set[str]) -> None:
+        """Leave parameters that this module only registers, for a child to use, to that child (BERT's head bias)."""
+        self._idle = names
+
+    def holds_its_parameters(self) -> bool:
+        """Whether the module's parameters are those that are scored; ``torch.func.functional_call`` puts others in place."""
+
+        def held(name: str) -> Any:
+            return functools.reduce(getattr, name.split("."), self.module)
+
+        return all(held(name) is s.parameter for name, s in self.scored.items())
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples: the first tensor argument."""

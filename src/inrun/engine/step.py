@@ -219,7 +219,7 @@ class Step(OpenStep):
             raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
         if not any(s.parameter in self.watch.seen for s in mine):
             raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
-        if self.broken:
+        if self.broken or self.run.flag.spoiled:
             raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
         self._check_coverage()
         self.watch.check_history()
@@ -262,7 +262,7 @@ class Step(OpenStep):
     # The end
 
     def _finish(self) -> None:
-        if self.broken or self.settlement.settled - self._completed:
+        if self.broken or self.run.flag.spoiled or self.settlement.settled - self._completed:
             raise StepError(
                 "a microbatch or optimizer.step() of this step failed and the exception was caught inside it; nothing was "
                 "recorded. Let it leave the `with` block, and begin a new step after zero_grad()."

@@ -66,6 +66,13 @@ class NormOwner(Owner):
             # The bias takes no part in the gradient of the input.
             shape, mask = constants.shape, [True, False, False]
             return torch.ops.aten.native_layer_norm_backward(b, x, shape, mean[0], rstd, weight, None, mask)[0]
+        if constants.dtype not in (None, x.dtype):
+            # Computed in single precision inside a model of double: round as the module itself does.
+            with torch.enable_grad():
+                start = x.detach().requires_grad_()
+                normalised = constants.normalise(start, *constants.statistics(start)).to(x.dtype)
+            scale = (1.0 + weight) if constants.plus_one else weight
+            return torch.autograd.grad(normalised, start, (b * scale).detach())[0]
         normalised = constants.normalise(x, mean[0] if mean else None, rstd)
         scaled = (b * ((1.0 + weight) if constants.plus_one else weight)).to(normalised.dtype)
         along = (scaled * normalised).mean(-1, keepdim=True)

@@ -198,8 +198,6 @@ class GradientWatch:
             OptimizerError: The change is not one number for all parameters, and ``strict``.
         """
         seen = [(s, self.seen[s.parameter]) for s in scored if s.parameter in self.seen]
-        if all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen):
-            return 1.0
         gone = [s.name for s, _ in seen if s.parameter.grad is None]
         if gone:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
@@ -207,6 +205,9 @@ class GradientWatch:
         grads = [s.parameter.grad for s, _ in seen if s.parameter.grad is not None]
         after = torch.stack([norm_of(g) for g in grads]).double()
         b, a = torch.stack([before, after]).cpu()
+        # Writes through .data, and those of a loss scaler's kernel, are not counted: look at all of it.
+        if torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen):
+            return 1.0
         total = b.norm()
         if not torch.isfinite(total) or total == 0:
             return 1.0  # non-finite gradients are dealt with by the step; of zeros any factor is true

@@ -60,8 +60,14 @@ def fingerprint(x: Tensor) -> Tensor:
 class Recorder:
     """Replaces scoring while a forward is run to see which rows move."""
 
-    def __init__(self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None) -> None:
-        """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls."""
+    def __init__(
+        self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None, disturb_copy: bool = False
+    ) -> None:
+        """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
+
+        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output.
+        """
+        self.disturb_copy = disturb_copy
         self.entries: list[Entry] = []
         #: The last call of every module without a rule.
         self.replayable: dict[Site, RecordedCall] = {}
@@ -83,6 +89,9 @@ class Recorder:
         if self.expand is not None and index in self.expand[0]:
             batched = lead.shape[0] == 1
             out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
+            if self.disturb_copy:
+                out = out.clone()
+                out[self.row] += 1.0 + out[self.row].abs().max()
         return out
 
     def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +148,7 @@ class RowCheck:
         check_batch(arguments, n)
         self._guessed = []
         if n == 1 or not self.enabled:
-            if not self.enabled and any(self._may_be_unused(site) for site in self.sites):
+            if not self.enabled and any(self._may_be_unused(site) and site not in self._examined for site in self.sites):
                 self._examine_unused(self._record(arguments, Recorder())[0])
             return
         pattern = tuple(pattern_of(x.shape, n) for x in tensors_of(arguments))
@@ -227,16 +236,15 @@ class RowCheck:
             ) from error
 
     def _may_be_unused(self, site: Site) -> bool:
-        return site.rule.replays and site not in self._examined and any(len(s.uses) > 1 for s in site.scored.values())
+        return site.rule.replays and any(len(s.uses) > 1 for s in site.scored.values())
 
     def _examine_unused(self, recorder: Recorder) -> None:
         """Leave parameters that a module only registers, for a child to use, to that child (BERT's head bias)."""
         for site, call in recorder.replayable.items():
             if self._may_be_unused(site):
                 shared = [name for name, s in site.scored.items() if len(s.uses) > 1]
-                for name in unused_parameters(call, shared):
-                    site.leave_to_others(name)
-            self._examined.add(site)
+                site.leave_to_others(set(unused_parameters(call, shared)))
+                self._examined.add(site)
 
     def _examine(
         self, n: int, arguments: Arguments, samples: list[int], again: bool = False
@@ -369,6 +377,15 @@ class RowCheck:
         )
         if not same or [x.shape for x in after_outputs] != [x.shape for x in outputs]:
             raise RowOwnershipError(_free_message(names, n))
+        # Equal copies hide whose copy is used: change one sample's, and only its rows may move.
+        for row in (0, n - 1):
+            recorder, disturbed = self._record(arguments, Recorder(expand=(free, n), disturb_copy=True, row=row))
+            pairs = [(b, a) for b, a in zip(base, recorder.entries, strict=False) if b.argument is None and b.shape == a.shape]
+            both = [(b, a) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
+            pairs += [(Entry(None, b.shape, fingerprint(b)), Entry(None, a.shape, fingerprint(a))) for b, a in both]
+            moved = [moved_rows(b.rows, a.rows) for b, a in pairs if b.shape[0] % n == 0]
+            if len(recorder.entries) != len(base) or not all(_only_block(m, n, row) for m in moved):
+                raise RowOwnershipError(_free_message(names, n))
 
 
 def _free_message(names: str, n: int) -> str:
