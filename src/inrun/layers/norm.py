@@ -70,7 +70,8 @@ class NormOwner(Owner):
             # Computed in single precision inside a model of double: round as the module itself does.
             with torch.enable_grad():
                 start = x.detach().requires_grad_()
-                normalised = constants.normalise(start, *constants.statistics(start)).to(x.dtype)
+                wide = start if constants.product_in_input else start.to(constants.dtype)
+                normalised = constants.normalise(wide, *constants.statistics(wide)).to(x.dtype)
             scale = (1.0 + weight) if constants.plus_one else weight
             return torch.autograd.grad(normalised, start, (b * scale).detach())[0]
         normalised = constants.normalise(x, mean[0] if mean else None, rstd)
