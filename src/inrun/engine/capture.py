@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.checks.rows import Recorder, RowCheck
+from inrun.engine.checks.recorder import Recorder
+from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes
 from inrun.engine.sites import Site

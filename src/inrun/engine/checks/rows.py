@@ -10,105 +10,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inrun.engine.checks.exchange import exchange_sample
+from inrun.engine.checks.recorder import Entry, Pattern, Recorder, fingerprint, moved_rows, pattern_of
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
 from inrun.errors import IdsError, RowOwnershipError
-from inrun.layers import Layout, RecordedCall, unused_parameters
-from inrun.layers.trees import flatten, float_tensors, tensors_of, unflatten
+from inrun.layers import Layout, unused_parameters
+from inrun.layers.trees import float_tensors, tensors_of
 
 log = logging.getLogger("inrun")
-Pattern = tuple[Any, ...]
 #: Steps between two looks at rows that were verified before (audited steps look anyway).
 LOOK_AGAIN = 100
-
-
-def pattern_of(shape: torch.Size, n: int) -> Pattern:
-    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
-    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
-    return (kinds, len(shape) > 0 and shape[0] % n == 0)
-
-
-@dataclass
-class Entry:
-    """One observed call: the shape of its leading tensor and one fingerprint per leading row."""
-
-    #: None for an output of the model itself.
-    site: Site | None
-    shape: torch.Size
-    rows: Tensor
-    #: Which output, or which argument, of a module without a rule this is; None for the input of one with a rule.
-    output: int | None = None
-    argument: int | None = None
-
-
-def fingerprint(x: Tensor) -> Tensor:
-    """Return one number per leading row, different (almost surely) if any entry of the row differs."""
-    flat = x.detach().reshape(x.shape[0], -1)
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = flat.to(torch.float32 if x.is_floating_point() else torch.float64)
-    generator = torch.Generator().manual_seed(flat.shape[1])
-    weights = torch.rand(flat.shape[1], generator=generator, dtype=flat.dtype).add_(0.5).to(x.device)
-    return (flat @ weights).double()
-
-
-class Recorder:
-    """Replaces scoring while a forward is run to see which rows move."""
-
-    def __init__(
-        self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None, disturb_copy: bool = False
-    ) -> None:
-        """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
-
-        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output.
-        """
-        self.disturb_copy = disturb_copy
-        self.entries: list[Entry] = []
-        #: The last call of every module without a rule.
-        self.replayable: dict[Site, RecordedCall] = {}
-        self.disturb, self.row, self.expand = disturb, row, expand
-
-    def call(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module and note what it was given."""
-        if site.rule.replays:
-            return self._call_without_rule(site, original, args, kwargs)
-        lead = site.lead(args, kwargs)
-        if lead is None or lead.dim() == 0:
-            raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
-        index = len(self.entries)
-        self.entries.append(Entry(site, lead.shape, fingerprint(lead)))
-        out = original(*args, **kwargs)
-        if index == self.disturb:
-            out = out.clone()
-            out[self.row] += 1.0 + out[self.row].abs().max()
-        if self.expand is not None and index in self.expand[0]:
-            batched = lead.shape[0] == 1
-            out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
-            if self.disturb_copy:
-                out = out.clone()
-                out[self.row] += 1.0 + out[self.row].abs().max()
-        return out
-
-    def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note its arguments and what it returned."""
-        call = site.rule.record(site.module, args, kwargs)
-        out = original(*args, **kwargs)
-        call.note_written()
-        self.replayable[site] = call
-        for place, x in enumerate(call.leaves):
-            if isinstance(x, Tensor) and x.dim() > 0:
-                # Masks have infinities.
-                rows = fingerprint(torch.nan_to_num(x, 0.0, 1e6, -1e6) if x.is_floating_point() else x)
-                self.entries.append(Entry(site, x.shape, rows, argument=place))
-        for index, x in enumerate(float_tensors(out)):
-            if x.dim() > 0:
-                self.entries.append(Entry(site, x.shape, fingerprint(x), output=index))
-        return out
 
 
 #: Runs the model without gradient or trace under a recorder and returns its output.
@@ -410,12 +327,6 @@ def by_shape(shape: torch.Size, n: int) -> Layout:
     return "flat" if shape[0] % n == 0 and shape[0] > n else "free"
 
 
-def moved_rows(before: Tensor, after: Tensor) -> Tensor:
-    """Tell which rows differ beyond rounding."""
-    scale = before.abs().mean() + 1e-300
-    return (before - after).abs() > 1e-6 * (before.abs() + 1e-3 * scale)
-
-
 def _only_block(moved: Tensor, n: int, sample: int) -> bool:
     block = moved.numel() // n
     others = torch.cat([moved[: sample * block], moved[(sample + 1) * block :]])
@@ -439,29 +350,3 @@ def classify(entry: Entry, moved: Tensor, n: int, sample: int) -> Layout | None:
         f"one of {n} samples moved {int(moved.sum())} of {size} leading rows of a tensor of shape {tuple(entry.shape)}. "
         "Put the sample first (sequence-first, gathered, window-partitioned and packed tensors cannot be scored)." + hint
     )
-
-
-def exchange_sample(arguments: Arguments, n: int, sample: int) -> Arguments | None:
-    """Return the arguments with one sample replaced by another; None if all samples are equal."""
-    leaves, structure = flatten(arguments)
-    mine = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
-    apart = [m and not _looks_like_a_mask(x, n) for x, m in zip(leaves, mine, strict=True)]
-    mine = apart if any(apart) else mine
-    for source in (s for s in range(n) if s != sample):
-        if any(m and not torch.equal(x[sample], x[source]) for x, m in zip(leaves, mine, strict=True)):
-            swapped = [_with_row(x, sample, x[source]) if m else x for x, m in zip(leaves, mine, strict=True)]
-            return unflatten(swapped, structure)
-    flipped = [_with_row(x, sample, x[sample].flip(0)) if m and x.dim() > 1 else x for x, m in zip(leaves, mine, strict=True)]
-    changed = any(m and not torch.equal(x, y) for x, y, m in zip(leaves, flipped, mine, strict=True))
-    return unflatten(flipped, structure) if changed else None
-
-
-def _looks_like_a_mask(x: Tensor, n: int) -> bool:
-    """Whether a tensor may be a mask [t, t] with t = n, which no sample owns: square, and of two values at the most."""
-    return x.dim() == 2 and x.shape == (n, n) and (x.dtype == torch.bool or len(torch.unique(x)) <= 2)
-
-
-def _with_row(x: Tensor, row: int, value: Tensor) -> Tensor:
-    x = x.detach().clone()
-    x[row] = value
-    return x

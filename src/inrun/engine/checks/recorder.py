@@ -1,0 +1,106 @@
+"""A forward that is run to see which rows move: what every observed module was given, as one number per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.engine.sites import Site
+from inrun.errors import RowOwnershipError
+from inrun.layers import RecordedCall
+from inrun.layers.trees import float_tensors
+
+Pattern = tuple[Any, ...]
+
+
+def pattern_of(shape: torch.Size, n: int) -> Pattern:
+    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
+    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
+    return (kinds, len(shape) > 0 and shape[0] % n == 0)
+
+
+@dataclass
+class Entry:
+    """One observed call: the shape of its leading tensor and one fingerprint per leading row."""
+
+    #: None for an output of the model itself.
+    site: Site | None
+    shape: torch.Size
+    rows: Tensor
+    #: Which output, or which argument, of a module without a rule this is; None for the input of one with a rule.
+    output: int | None = None
+    argument: int | None = None
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """Return one number per leading row, different (almost surely) if any entry of the row differs."""
+    flat = x.detach().reshape(x.shape[0], -1)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float32 if x.is_floating_point() else torch.float64)
+    generator = torch.Generator().manual_seed(flat.shape[1])
+    weights = torch.rand(flat.shape[1], generator=generator, dtype=flat.dtype).add_(0.5).to(x.device)
+    return (flat @ weights).double()
+
+
+class Recorder:
+    """Replaces scoring while a forward is run to see which rows move."""
+
+    def __init__(
+        self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None, disturb_copy: bool = False
+    ) -> None:
+        """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
+
+        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output.
+        """
+        self.disturb_copy = disturb_copy
+        self.entries: list[Entry] = []
+        #: The last call of every module without a rule.
+        self.replayable: dict[Site, RecordedCall] = {}
+        self.disturb, self.row, self.expand = disturb, row, expand
+
+    def call(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module and note what it was given."""
+        if site.rule.replays:
+            return self._call_without_rule(site, original, args, kwargs)
+        lead = site.lead(args, kwargs)
+        if lead is None or lead.dim() == 0:
+            raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
+        index = len(self.entries)
+        self.entries.append(Entry(site, lead.shape, fingerprint(lead)))
+        out = original(*args, **kwargs)
+        if index == self.disturb:
+            out = out.clone()
+            out[self.row] += 1.0 + out[self.row].abs().max()
+        if self.expand is not None and index in self.expand[0]:
+            batched = lead.shape[0] == 1
+            out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
+            if self.disturb_copy:
+                out = out.clone()
+                out[self.row] += 1.0 + out[self.row].abs().max()
+        return out
+
+    def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note its arguments and what it returned."""
+        call = site.rule.record(site.module, args, kwargs)
+        out = original(*args, **kwargs)
+        call.note_written()
+        self.replayable[site] = call
+        for place, x in enumerate(call.leaves):
+            if isinstance(x, Tensor) and x.dim() > 0:
+                # Masks have infinities.
+                rows = fingerprint(torch.nan_to_num(x, 0.0, 1e6, -1e6) if x.is_floating_point() else x)
+                self.entries.append(Entry(site, x.shape, rows, argument=place))
+        for index, x in enumerate(float_tensors(out)):
+            if x.dim() > 0:
+                self.entries.append(Entry(site, x.shape, fingerprint(x), output=index))
+        return out
+
+
+def moved_rows(before: Tensor, after: Tensor) -> Tensor:
+    """Tell which rows differ beyond rounding."""
+    scale = before.abs().mean() + 1e-300
+    return (before - after).abs() > 1e-6 * (before.abs() + 1e-3 * scale)
