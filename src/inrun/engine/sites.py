@@ -215,7 +215,7 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         if rule is not None and (reason := rule.refusal(module)):
             raise CoverageError(f"{name} cannot be scored: {reason}. Freeze it, or change the option.")
         if rule is None or not set(own) <= set(rule.names):
-            rule = FallbackRule(tuple(own))
+            rule = FallbackRule()
         site = Site(name, module, rule, own)
         for local, s in own.items():
             s.add_use(site, local)

@@ -37,9 +37,8 @@ class FallbackRule(LayerRule):
     exact = False
     replays = True
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        """``names`` are the parameters this module answers for, relative to it."""
-        self.own_names = names
+    def __init__(self) -> None:
+        """Begin with the form that needs no knowledge of the arguments."""
         self.form = "jvp"
         #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
         self.split: dict[int, bool] = {}
