@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.registry import (
+    NO_MEMORY,
     Group,
+    Realised,
+    Recall,
     State,
     UpdateRule,
     at_least_float32,
@@ -143,6 +146,20 @@ class AdafactorRule(FactoredRule):
             both = (held_or_zero(state, "row_var", like) > 0) & (held_or_zero(state, "col_var", like) > 0)
             return both.to(like).expand_as(like)
         return (held(state, "variance", like) > 0).to(like)
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """Nothing is remembered but sizes."""
+        return NO_MEMORY
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return the gradient and what it is multiplied by."""
+        g = gradient.to(at_least_float32(gradient.dtype))
+        return Realised(self.gains(g, parameter.detach(), group, state), g.clone(), 1.0)
+
+    def decay_beside(self, parameter: Tensor, group: Group, state: State) -> float:
+        """Return lr·λ."""
+        return self.shrinks(parameter, group, state)
 
 
 @register("transformers.optimization.Adafactor")

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.quotient import QuotientRule, slope_of_root
-from inrun.optimizers.registry import Group, State, chunks_of, held, learning_rate, next_step, register, sign_of
+from inrun.optimizers.registry import Group, Recall, State, chunks_of, held, learning_rate, next_step, register, sign_of
+
+
+def first_moment(group: Group) -> Recall:
+    """Return the memory of Adam's first moment."""
+    beta1 = float(group["betas"][0])
+    return Recall(beta1, 1.0 - beta1)
 
 
 class MomentsRule(QuotientRule):
@@ -24,6 +30,14 @@ class MomentsRule(QuotientRule):
     def correction(self, group: Group, state: State) -> float:
         """Return what s_t is divided by."""
         return 1.0 - float(group["betas"][1]) ** next_step(state)
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """The first moment forgets by β₁ and takes 1 − β₁ of what comes."""
+        return first_moment(group)
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the first moment."""
+        return state.get("exp_avg")
 
     def _second(self, z: Tensor, group: Group, state: State) -> Tensor:
         beta2 = float(group["betas"][1])

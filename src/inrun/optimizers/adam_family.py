@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from inrun.optimizers.adam import MomentsRule, slope_above
+from inrun.optimizers.adam import MomentsRule, first_moment, slope_above
 from inrun.optimizers.quotient import QuotientRule
-from inrun.optimizers.registry import Group, State, held, learning_rate, next_step, option, register
+from inrun.optimizers.registry import Group, Recall, State, held, learning_rate, next_step, option, register
 
 
 @register(torch.optim.NAdam)
@@ -27,16 +27,26 @@ class NAdamRule(MomentsRule):
 
     def numerator(self, like: Tensor, group: Group, state: State) -> tuple[Tensor | float, Tensor | float]:
         """Return the coefficients of m and z, z entering directly and through m_t."""
-        beta1, t, lr = float(group["betas"][0]), next_step(state), learning_rate(group)
-        psi = option(group, "momentum_decay")
+        beta1, lr = float(group["betas"][0]), learning_rate(group)
+        direct, ahead = self._weights(group, state)
+        return held(state, "exp_avg", like) * (lr * ahead * beta1), lr * (direct + ahead * (1.0 - beta1))
+
+    def _weights(self, group: Group, state: State) -> tuple[float, float]:
+        """Return the coefficients of z and of m_t in the numerator."""
+        beta1, t, psi = float(group["betas"][0]), next_step(state), option(group, "momentum_decay")
         mu, mu_next = (beta1 * (1.0 - 0.5 * 0.96 ** (i * psi)) for i in (t, t + 1.0))
         product = state.get("mu_product")
         if product is None:
             product = torch.ones((), dtype=torch.promote_types(torch.float32, torch.get_default_dtype()))
         # The optimizer keeps the product in float32: its rounding is part of the real step.
         product = float(product * mu)
-        direct, ahead = lr * (1.0 - mu) / (1.0 - product), lr * mu_next / (1.0 - product * mu_next)
-        return held(state, "exp_avg", like) * (ahead * beta1), direct + ahead * (1.0 - beta1)
+        return (1.0 - mu) / (1.0 - product), mu_next / (1.0 - product * mu_next)
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """m_t is read with the look-ahead's weight, and this step's gradient enters once more."""
+        direct, ahead = self._weights(group, state)
+        moment = first_moment(group)
+        return Recall(moment.keep, moment.enter, ahead, direct)
 
 
 @register(torch.optim.RAdam)
@@ -86,6 +96,14 @@ class AdamaxRule(QuotientRule):
 
     def _forgotten(self, z: Tensor, group: Group, state: State) -> Tensor:
         return held(state, "exp_inf", z) * float(group["betas"][1])
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """The first moment is Adam's."""
+        return first_moment(group)
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the first moment."""
+        return state.get("exp_avg")
 
     def epsilon(self, group: Group) -> float:
         """Nothing is added outside."""

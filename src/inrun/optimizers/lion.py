@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from inrun.errors import OptimizerError
-from inrun.optimizers.registry import Group, State, UpdateRule, at_least_float32, held, learning_rate, option, register
+from inrun.optimizers.registry import (
+    Group,
+    Realised,
+    Recall,
+    State,
+    UpdateRule,
+    at_least_float32,
+    held,
+    learning_rate,
+    option,
+    register,
+)
 
 #: Options that mix the entries of a tensor, or the moments of a step, in ways not described here.
 UNKNOWN = ("caution", "cautious", "use_gc", "adanorm")
@@ -68,11 +79,15 @@ class LionRule(UpdateRule):
 
     def varying(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
         """Return −lr · sign(β₁m + (1−β₁)z)."""
+        return torch.sign(self._turned(gradient, parameter, group, state)) * -learning_rate(group)
+
+    def _turned(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
+        """Return β₁m + (1−β₁)z."""
         beta1 = float(group["betas"][0])
         z = -gradient if self.maximize or group.get("maximize", False) else gradient
         if self._coupled(group) != 0.0:
             z = torch.add(z, parameter.detach().to(z.dtype), alpha=self._coupled(group))
-        return torch.sign(held(state, "exp_avg", z) * beta1 + z * (1.0 - beta1)) * -learning_rate(group)
+        return held(state, "exp_avg", z) * beta1 + z * (1.0 - beta1)
 
     def move(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Tensor:
         """Return the sign step and the decay."""
@@ -89,3 +104,31 @@ class LionRule(UpdateRule):
         weight = parameter.detach().to(at_least_float32(parameter.dtype))
         whole = self.move(torch.zeros_like(weight), weight, group, state)
         return (None if self._coupled(group) != 0.0 else weight * -self._shrinks(group)), whole
+
+    whole_on_request = "its moves are signs: in a rough run one sample may get many times the fall of the loss"
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """The step reads β₁m + (1−β₁)z and then keeps β₂m + (1−β₂)z."""
+        beta1, beta2 = (float(b) for b in group["betas"])
+        if beta2 == 0.0:
+            return None
+        read = beta1 / beta2
+        return Recall(beta2, 1.0 - beta2, read, 1.0 - beta1 - read * (1.0 - beta2))
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return β₁m + (1−β₁)z and one over its size."""
+        q = self._turned(gradient, parameter, group, state)
+        return Realised(torch.where(q == 0, 0.0, 1.0 / torch.where(q == 0, 1.0, q.abs())), q, learning_rate(group))
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the moment."""
+        return state.get("exp_avg")
+
+    def entering_decay(self, group: Group) -> float:
+        """Return λ where weight decay is added to the gradient."""
+        return self._coupled(group)
+
+    def decay_beside(self, parameter: Tensor, group: Group, state: State) -> float:
+        """Return the factor of −w."""
+        return self._shrinks(group)

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.registry import (
+    NO_MEMORY,
     Group,
+    Realised,
+    Recall,
     State,
     UpdateRule,
     at_least_float32,
@@ -118,6 +121,35 @@ class QuotientRule(UpdateRule):
             return torch.where(r0 + r1 > 2 * self.floor(group), sign_of(group) * (b - drag) / (r1 + eps), 0.0)
 
         return by_chunks(gain, gradient, parameter, state)
+
+    # Whole credit
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """Nothing is remembered but sizes, unless a rule says more."""
+        return NO_MEMORY
+
+    def entering_decay(self, group: Group) -> float:
+        """Return λ where weight decay is added to the gradient."""
+        return self.coupled(group)
+
+    def decay_beside(self, parameter: Tensor, group: Group, state: State) -> float:
+        """Return lr·λ where weight decay is beside the gradient."""
+        return self.shrinks(group)
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return q = (a + b·z) κ/b and the gain b/κ / D, κ the coefficient of z in q; both per unit of learning rate."""
+        recall = self.recall(group, state)
+        assert recall is not None
+        unit = {**group, "lr": 1.0}
+        z = self._entering(gradient, parameter, group)
+        a, b = self.numerator(z, unit, state)
+        q = z if isinstance(a, float) else (a + b * z) * (recall.own / b)
+        if self.constant_gain(unit, state) is not None:
+            return Realised(b / recall.own, q, learning_rate(group))
+        size = self.size(z, group, state)
+        gain = (b / recall.own) / (size + self.epsilon(group))
+        return Realised(torch.where(size > self.floor(group), gain, 0.0), q, learning_rate(group))
 
 
 def slope_of_root(q_slope: Tensor, r0: Tensor, r1: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,44 @@ CHUNK_ELSEWHERE = 2**22
 #: A gradient this much smaller than the entry's scale is replaced by one of this size: u is straight there, and the
 #: difference of two float64 numbers still has 1e-8 of relative accuracy.
 TINY = 1e-7
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How one step treats the pushes that an optimizer remembers: a ← keep · a, append enter; κ = read · a + direct · [s = t].
+
+    κ_{t,s} is the coefficient with which the gradient of step s moves the weights at step t.
+    """
+
+    keep: float
+    enter: float
+    read: float = 1.0
+    direct: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Return κ_{t,t}: the coefficient of this step's own gradient."""
+        return self.read * self.enter + self.direct
+
+
+#: An optimizer without memory: a step is moved by its own gradient alone.
+NO_MEMORY = Recall(keep=0.0, enter=1.0)
+
+
+@dataclass
+class Realised:
+    """The move that a step really makes: −pace · gain ∘ q, beside decoupled weight decay.
+
+    q = Σ_s κ_{t,s} z_s is linear in the gradients of all steps so far, z_s = entry_s ∘ (±G_s + λw_s).
+    """
+
+    #: ``[*shape]`` or one number, 0 where nothing can move.
+    gain: Tensor | float
+    q: Tensor
+    #: The learning rate, or what stands for it.
+    pace: float
+    #: What this step's gradient is multiplied by before it is remembered; None for 1.
+    entry: Tensor | None = None
 
 
 class UpdateRule:
@@ -187,6 +226,33 @@ class UpdateRule:
     def can_thaw(self, state: State) -> bool:
         """Whether ``frozen`` can be undone, so that no copy of the validation gradients is needed."""
         return False
+
+    # Whole credit: what a step does with the gradients of all steps so far. A rule with ``recall`` and ``realised`` has it.
+
+    #: Whether the realised gain depends on the gradient of its own step.
+    adaptive: bool = True
+    #: Why whole credit is kept only on request; None where it is the rule.
+    whole_on_request: str | None = None
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """Return how the next step treats remembered pushes; None where shares of earlier gradients are not unique."""
+        return None
+
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return the move that the next step makes with this gradient, as a gain on a sum over all gradients so far."""
+        raise NotImplementedError
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the memory whose entries ``recall`` describes, Σ_s a_s z_s; None where there is none yet."""
+        return None
+
+    def entering_decay(self, group: Group) -> float:
+        """Return λ where weight decay is added to the gradient, else 0."""
+        return 0.0
+
+    def decay_beside(self, parameter: Tensor, group: Group, state: State) -> float:
+        """Return the factor of −w in the move, where weight decay is beside the update, else 0."""
+        return 0.0
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

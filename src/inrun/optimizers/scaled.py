@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.quotient import QuotientRule, slope_of_root
-from inrun.optimizers.registry import Group, State, held, learning_rate, next_step, option, register
+from inrun.optimizers.registry import NO_MEMORY, Group, Realised, Recall, State, held, learning_rate, next_step, option, register
 
 
 @register(torch.optim.RMSprop)
@@ -31,6 +31,26 @@ class RMSpropRule(QuotientRule):
         if momentum <= 0.0:
             return 0.0
         return held(state, "momentum_buffer", like) * (-learning_rate(group) * momentum)
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """The buffer forgets by μ and takes all of what comes, divided by the size of its own step."""
+        momentum = option(group, "momentum")
+        return Recall(momentum, 1.0) if momentum > 0.0 else NO_MEMORY
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the buffer, if there is momentum."""
+        return state.get("momentum_buffer")
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """With momentum q is the buffer, and a gradient enters it over the size of its own step."""
+        found = super().realised(gradient, parameter, group, state)
+        momentum = option(group, "momentum")
+        if momentum <= 0.0:
+            return found
+        assert isinstance(found.gain, Tensor)
+        q = found.gain * found.q + held(state, "momentum_buffer", found.q) * momentum
+        return Realised(1.0, q, found.pace, entry=found.gain)
 
     def _mean(self, z: Tensor, group: Group, state: State) -> Tensor:
         return torch.lerp(held(state, "grad_avg", z), z, 1.0 - float(group["alpha"]))

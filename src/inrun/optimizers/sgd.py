@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.registry import (
+    NO_MEMORY,
     Group,
+    Realised,
+    Recall,
     State,
     UpdateRule,
     at_least_float32,
@@ -57,6 +60,37 @@ class SGDRule(UpdateRule):
         """A linear update is its own secant."""
         return sign_of(group) * self._coefficients(group, state)[0] * learning_rate(group)
 
+    adaptive = False
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """The buffer forgets by μ and takes 1 − τ of what comes, all of it the first time; nesterov adds it once more."""
+        momentum = option(group, "momentum")
+        if momentum == 0.0:
+            return NO_MEMORY
+        first = state.get("momentum_buffer") is None
+        keep, enter = (0.0, 1.0) if first else (momentum, 1.0 - option(group, "dampening"))
+        return Recall(keep, enter, momentum, 1.0) if group["nesterov"] else Recall(keep, enter)
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return the buffer (nesterov: d + μ · buffer) and the learning rate."""
+        fresh, old = self._coefficients(group, state)
+        decay = option(group, "weight_decay")
+        q = gradient * (sign_of(group) * fresh)
+        if decay != 0.0:
+            q.add_(parameter.detach().to(q.dtype), alpha=decay * fresh)
+        if old != 0.0:
+            q.add_(held(state, "momentum_buffer", q), alpha=old)
+        return Realised(1.0, q, learning_rate(group))
+
+    def remembered(self, state: State) -> Tensor | None:
+        """Return the buffer."""
+        return state.get("momentum_buffer")
+
+    def entering_decay(self, group: Group) -> float:
+        """Decay is added to the gradient."""
+        return option(group, "weight_decay")
+
 
 @register(torch.optim.ASGD)
 class ASGDRule(UpdateRule):
@@ -97,6 +131,23 @@ class ASGDRule(UpdateRule):
         """A linear update is its own secant."""
         return sign_of(group) * self._eta(group, state)
 
+    adaptive = False
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """Nothing is remembered."""
+        return NO_MEMORY
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return ±G + (λ + λ′)w and η."""
+        z = gradient * sign_of(group)
+        decay = self.entering_decay(group)
+        return Realised(1.0, z.add_(parameter.detach().to(z.dtype), alpha=decay) if decay else z, self._eta(group, state))
+
+    def entering_decay(self, group: Group) -> float:
+        """Return λ + λ′."""
+        return option(group, "lambd") + option(group, "weight_decay")
+
 
 @register(torch.optim.Rprop)
 class RpropRule(UpdateRule):
@@ -119,3 +170,15 @@ class RpropRule(UpdateRule):
     def scale(self, parameter: Tensor, group: Group, state: State) -> Tensor:
         """The update is a sign: it has no straight part, and no gradient is no gain."""
         return torch.zeros_like(parameter)
+
+    whole_on_request = "its moves are signs: one sample may get many times the fall of the loss"
+
+    def recall(self, group: Group, state: State) -> Recall | None:
+        """Nothing is remembered but signs and sizes."""
+        return NO_MEMORY
+
+    @torch.no_grad()
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return G and the real move over G."""
+        moved = self.move(gradient, parameter, group, state)
+        return Realised(torch.where(gradient == 0, 0.0, -moved / torch.where(gradient == 0, 1.0, gradient)), gradient.clone(), 1.0)
