@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.errors import StepError
+from inrun.layers import SketchPlan
 from inrun.optimizers import UpdateRule
 
 #: Columns from which the factor of a row is taken.
@@ -46,6 +47,15 @@ class Direction:
 
     v: Tensor
     scale: float
+
+
+@dataclass
+class Sketch:
+    """How the gradients of one parameter are sketched in a step: ``signs`` ``[entries]``, ``weights`` ``[segments]``."""
+
+    plan: SketchPlan
+    signs: Tensor
+    weights: Tensor
 
 
 def _plain(value: Any) -> Any:
@@ -161,6 +171,10 @@ class Directions:
         if sparse and not self.rules[s.optimizer].linear:
             return None
         return self.streaming.get(s.parameter)
+
+    def sketch(self, s: Scored) -> Sketch | None:
+        """Return how a parameter's gradients are sketched; the step game keeps no sketches."""
+        return None
 
     def by_rows(self, s: Scored) -> bool:
         """Whether the gain of a parameter with one row per class is corrected row by row when the optimizer steps."""

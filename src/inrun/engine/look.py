@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from inrun.engine.capture import Capture
 from inrun.engine.curvature import add_scaled, bent_by_differences, check_hessian, own
 from inrun.engine.sites import Scored
-from inrun.engine.update_path import UpdatePath
+from inrun.engine.update_path import Place, UpdatePath
 from inrun.engine.validation import Gradients, Validation
 from inrun.errors import ValidationError
 
@@ -63,9 +63,13 @@ class StepLook:
     def along(self, points: Sequence[tuple[float, float]]) -> Gradients:
         """Return Σ_q w_q ∇ℓ(w + δ_∅ + s_q · data)."""
         moving = self.path.moving()
+        return self.averaged(lambda fraction: self.path.along(moving, fraction), points)
+
+    def averaged(self, place: Callable[[float], Place], points: Sequence[tuple[float, float]]) -> Gradients:
+        """Return Σ_q w_q ∇ℓ at the places s_q of a way."""
         average: Gradients | None = None
-        for place, weight in points:
-            with self.path.along(moving, place):
+        for fraction, weight in points:
+            with place(fraction):
                 found = self._gradients()
             if len(points) == 1:
                 return found

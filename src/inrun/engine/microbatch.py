@@ -20,7 +20,7 @@ from inrun.engine.buffers import Buffers
 from inrun.engine.directions import Directions
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
-from inrun.layers import Ask, GradientShape, RecordedCall, Replay, nbytes_of
+from inrun.layers import Ask, GradientShape, Parts, RecordedCall, Replay, from_bits, nbytes_of
 from inrun.torch_private import current_backward, version_of
 
 
@@ -110,6 +110,21 @@ class Kept(Waiting):
         return [self.rule.restore(self.constants, self.kind, parts) for parts in whole if len(parts) == len(self.leaves)]
 
 
+class KeptRows(Waiting):
+    """Sketched rows of a parameter that one call touched, or touched most: segment sums and row numbers."""
+
+    def __init__(self, scored: Scored, site: Site, leaves: list[Tensor]) -> None:
+        """``leaves`` are for values ``[n, r, J]`` and rows ``[n, r]``."""
+        super().__init__(f"a {type(site.module).__name__}", leaves)
+        self.scored = scored
+        #: Whether these are all rows of a look-up, and not the heaviest of a matrix.
+        self.lookup = site.rule.sparse
+
+    def rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Return row numbers ``[n, r]`` and values ``[n, r, J]``, one pair per backward."""
+        return [(from_bits(bits), values) for values, bits in self.parts() if values is not None and bits is not None]
+
+
 class Replayed(Waiting):
     """A call of a module without a rule: it runs again when its output gradients are in."""
 
@@ -161,6 +176,9 @@ class Microbatch:
         #: ⟨g_n, v⟩ arrives here: by parameter, ``[n, k]``, or ``[n, k, p]`` where the rows of the parameter stay apart.
         self.sums: dict[Scored, Tensor] = {}
         self.row_sums: dict[Scored, Tensor] = {}
+        #: Sketches arrive here, ``[n, buckets]`` by parameter, and rows that are kept apart, call by call.
+        self.sketches: dict[Scored, Tensor] = {}
+        self.kept_rows: list[KeptRows] = []
         self.kept: list[Kept] = []
         self.replays: list[Replayed] = []
         #: Gradient that flowed past every rule, in a backward of a backward.
@@ -215,6 +233,17 @@ class Microbatch:
             if dtype.itemsize < 4:
                 self.coarse[s.parameter] = dtype
             direction = self.directions.stream(s, site.rule.sparse)
+            sketch = self.directions.sketch(s)
+            if sketch is not None:
+                parts = site.rule.sketched_as(sketch.plan, inputs, self.dtype, self.n)
+                leaves = self._sketch_leaves(s, site, parts)
+                if direction is not None:
+                    directions.append(direction.v)
+                    leaves.insert(0, self._sum_leaf(s, by_rows=False))
+                directions += [sketch.signs, sketch.weights]
+                asks.append(Ask(name, contracts=direction is not None, sketch=sketch.plan, probes=len(leaves)))
+                probes += leaves
+                continue
             if direction is not None:
                 by_rows = self.directions.by_rows(s) and site.rule.rows_are_classes(name, s.parameter)
                 asks.append(Ask(name, by_rows))
@@ -238,6 +267,23 @@ class Microbatch:
             asks.append(Ask(name, kept_as=kind, probes=len(leaves)))
             probes += leaves
         return tuple(asks), [*directions, *probes], buffers
+
+    def _sketch_leaves(self, s: Scored, site: Site, parts: Parts) -> list[Tensor]:
+        """Return the probes of a sketch: buckets are added up over calls, rows are not."""
+        leaves: list[Tensor] = []
+        if len(parts) != 2:  # not only rows
+            if s not in self.sketches:
+                self.sketches[s] = self._watched(self._leaf(*parts[0], self.device), (s,))
+            leaves.append(self.sketches[s])
+            parts = parts[1:]
+        if parts:
+            made = [self._leaf(*part, self.device) for part in parts]
+            waiting = KeptRows(s, site, made)
+            for place, x in enumerate(made):
+                self._watched(x, (s,), waiting, place)
+            self.kept_rows.append(waiting)
+            leaves += made
+        return leaves
 
     def ask_outputs(self, site: Site, names: tuple[str, ...], call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
         """Return one probe per output of a module that will run again, for the parameters ``names``."""
@@ -268,11 +314,12 @@ class Microbatch:
     def release(self) -> None:
         """Free everything; leaves that graphs still hold take no memory to speak of."""
         self.over = True
-        for waiting in (*self.kept, *self.replays):
+        for waiting in (*self.kept, *self.replays, *self.kept_rows):
             waiting.forget()
-        for x in (*self.sums.values(), *self.row_sums.values(), self.past):
+        for x in (*self.sums.values(), *self.row_sums.values(), *self.sketches.values(), self.past):
             x.grad = None
         self.sums, self.row_sums, self.kept, self.replays, self._formed = {}, {}, [], [], {}
+        self.sketches, self.kept_rows = {}, []
 
 
 def _arrive(

@@ -5,7 +5,8 @@ from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_par
 from inrun.layers.layout import Layout
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
+from inrun.layers.sketch import SketchPlan, fold, from_bits, segment_sums_in_pieces
 
 __all__ = [
     "Ask",
@@ -19,13 +20,18 @@ __all__ = [
     "Outer",
     "Output",
     "Owned",
+    "Parts",
     "RecordedCall",
     "Replay",
+    "SketchPlan",
     "Tapped",
     "find_rule",
+    "fold",
+    "from_bits",
     "nbytes_of",
     "register",
     "register_finder",
     "registered",
+    "segment_sums_in_pieces",
     "unused_parameters",
 ]

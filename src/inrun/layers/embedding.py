@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from inrun.layers.layout import by_sample
 from inrun.layers.registry import LayerRule, register
 from inrun.layers.shapes import GradientShape, LookUp, Parts
+from inrun.layers.sketch import SketchPlan
 
 
 @register(nn.Embedding)
@@ -42,6 +43,10 @@ class EmbeddingRule(LayerRule):
         """Output gradients and tokens."""
         t = inputs[0].numel() // max(n, 1)
         return LookUp, (((n, t, parameter.shape[1]), dtype), ((n, t), torch.float64))
+
+    def sketched_as(self, plan: SketchPlan, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int) -> Parts:
+        """Touched rows and tokens."""
+        return LookUp.sketch_parts(plan, n, inputs, dtype)
 
     def restore(self, constants: Any, kind: type[GradientShape], parts: tuple[Tensor, ...]) -> GradientShape:
         """Put rows and padding back."""

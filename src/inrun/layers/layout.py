@@ -47,15 +47,15 @@ _scratch = threading.local()
 SCRATCH_BYTES = 4 << 20
 
 
-def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None, use: str = "") -> Tensor:
     """Return a reused buffer of the dtype and device of ``x``, of its shape or another.
 
-    Fresh pages at every call would cost more than the sums do. The content holds until the next call.
+    Fresh pages at every call would cost more than the sums do. The content holds until the next call for the same ``use``.
     """
     shape = tuple(x.shape) if shape is None else shape
     count = math.prod(shape)
     buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
-    key = (x.dtype, x.device)
+    key = (x.dtype, x.device, use)
     if key not in buffers or buffers[key].numel() < count:
         buffers[key] = torch.empty(count, dtype=x.dtype, device=x.device)
     return buffers[key][:count].view(shape)

@@ -27,6 +27,7 @@ from torch.nn.utils import parametrize
 
 from inrun.errors import CoverageError
 from inrun.layers.shapes import Formed, GradientShape, Parts
+from inrun.layers.sketch import SketchPlan
 
 
 class Owner:
@@ -86,6 +87,10 @@ class LayerRule:
     ) -> tuple[type[GradientShape], Parts]:
         """Tell as which shape and tensors a gradient is kept until the optimizer steps; ``dtype`` is the output's."""
         return Formed, (((n, *parameter.shape), torch.promote_types(parameter.dtype, torch.float32)),)
+
+    def sketched_as(self, plan: SketchPlan, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int) -> Parts:
+        """Tell as which tensors the sketch of a gradient leaves the backward."""
+        return GradientShape.sketch_parts(plan, n, inputs, dtype)
 
     def restore(self, constants: Any, kind: type[GradientShape], parts: tuple[Tensor, ...]) -> GradientShape:
         """Make the shape again from the tensors it was kept as."""

@@ -10,6 +10,7 @@ sums over repeated uses of a weight, over several backwards and over recomputed 
 =========  =========================  ==========================================================================
 contract   ``[n, k]``                 ⟨g_n, v⟩ (*per parameter*, shared by all its uses)
 by rows    ``[n, k, p]``              the same, row by row of the parameter
+sketch     ``[n, buckets]`` or rows   a few numbers of g_n (*per parameter*; rows that are kept apart: per call)
 keep       as the shape tells         the parts of the gradient shape (formed ones are shared by all uses)
 =========  =========================  ==========================================================================
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
+from inrun.layers.sketch import SketchPlan
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,15 @@ class Ask:
     kept_as: type[GradientShape] | None = None
     #: How many probes it has.
     probes: int = 1
+    #: Contract with a direction (unless the gradients are kept).
+    contracts: bool = True
+    #: Sketch the gradients, too.
+    sketch: SketchPlan | None = None
+
+    @property
+    def given(self) -> int:
+        """Return how many tensors come with it: a direction, and signs and weights of a sketch."""
+        return 0 if self.kept_as is not None else self.contracts + (0 if self.sketch is None else 2)
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,9 @@ class Call:
         """Return the parameters that are asked for."""
         return tuple(ask.name for ask in self.asks)
 
-    def directions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pick the directions out of ``asked`` tensors: one per contraction, before the probes."""
-        return list(tensors[: sum(ask.kept_as is None for ask in self.asks)])
+    def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Pick directions, signs and weights out of ``asked`` tensors: they come before the probes."""
+        return list(tensors[: sum(ask.given for ask in self.asks)])
 
 
 def unrounded(b: Tensor) -> AbstractContextManager[Any]:
@@ -87,14 +98,14 @@ class SecondOrder(torch.autograd.Function):
 
 
 def gradients_for_probes(
-    call: Call, shapes: dict[str, GradientShape], directions: list[Tensor], buffers: dict[str, Tensor], want_totals: bool
+    call: Call, shapes: dict[str, GradientShape], given: list[Tensor], buffers: dict[str, Tensor], want_totals: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Turn gradient shapes into what was asked for.
 
     Args:
         call: The call.
         shapes: One per parameter that is asked for (others may be there for their totals).
-        directions: ``[k, *shape]`` for every ask that contracts, in order.
+        given: A direction ``[k, *shape]`` for every ask that contracts, and signs and weights for every sketch, in order.
         buffers: Memory for gradients that are kept formed.
         want_totals: Whether the parameters' own gradients are wanted too.
 
@@ -103,7 +114,7 @@ def gradients_for_probes(
     """
     totals: dict[str, Tensor] = {}
     leaving: list[Tensor] = []
-    remaining = iter(directions)
+    remaining = iter(given)
     for ask in call.asks:
         shape = shapes[ask.name]
         if ask.kept_as is not None:
@@ -113,7 +124,16 @@ def gradients_for_probes(
             if want_totals:
                 totals[ask.name] = kept.total()
             continue
-        v = next(remaining)
+        v = next(remaining) if ask.contracts else None
+        if ask.sketch is not None:
+            signs, weights = next(remaining), next(remaining)
+            if want_totals:
+                totals[ask.name], c, sketch = shape.total_and_sketch(v, signs, weights, ask.sketch)
+            else:
+                c, sketch = None if v is None else shape.contract(v), shape.sketch(signs, weights, ask.sketch)
+            leaving += [*([] if c is None else [c]), *sketch]
+            continue
+        assert v is not None
         if want_totals:
             totals[ask.name], c = shape.total_and_contract(v, ask.by_rows)
         else:
@@ -141,7 +161,7 @@ class Owned(torch.autograd.Function):
         """Run the layer; ``asked`` are the directions, then the probes."""
         assert call.rule.owner is not None
         out, saved = call.rule.owner.run(call.constants, x, weight, bias)
-        directions = call.directions(asked)
+        directions = call.given(asked)
         ctx.call, ctx.buffers, ctx.count = call, buffers, len(directions)
         ctx.save_for_backward(past, weight, *directions, *saved)
         return out
@@ -183,7 +203,7 @@ class Tapped(torch.autograd.Function):
         ctx: Any, call: Call, buffers: dict[str, Tensor], past: Tensor, out: Tensor, count: int, *tensors: Tensor
     ) -> Tensor:
         """Pass ``out`` on; ``tensors`` are ``count`` inputs of the layer, then the directions, then the probes."""
-        directions = call.directions(tensors[count:])
+        directions = call.given(tensors[count:])
         ctx.call, ctx.buffers, ctx.inputs, ctx.count = call, buffers, count, len(directions)
         ctx.save_for_backward(past, *tensors[:count], *directions)
         if call.expands:

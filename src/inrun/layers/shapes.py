@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
+from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, segment_sums, segment_sums_in_pieces
 
 #: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
 Parts = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -57,16 +58,28 @@ class GradientShape:
         """Return g_n, ``[n, *shape]``; large, for sketches of what is small and for tests."""
         raise NotImplementedError
 
-    def sketch(self, signs: Tensor, buckets: int) -> Tensor:
-        """Return Σ of signed entries by bucket, ``[n, buckets]``: entry j of the flat gradient falls into bucket j mod buckets.
+    def segment_sums(self, signs: Tensor, plan: SketchPlan) -> Tensor:
+        """Return the signed sums of the segments of every g_n, ``[n, segments]``; ``signs`` ``[entries]``."""
+        g = self.form()
+        return segment_sums(g.reshape(len(g), -1).to(signs.dtype), signs, plan.segment)
 
-        With random ``signs`` of ±1, ``[*shape]``, inner products of sketches estimate those of the gradients.
-        """
-        flat = self.form().flatten(1) * signs.reshape(-1)
-        whole = flat.shape[1] // buckets * buckets
-        summed = flat[:, :whole].view(len(flat), -1, buckets).sum(1)
-        summed[:, : flat.shape[1] - whole] += flat[:, whole:]
-        return summed
+    def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
+        """Return the sketch ``[n, buckets]`` and, where rows are kept apart, their segment sums and numbers (as bits)."""
+        return bucketed(self.segment_sums(signs, plan), weights, plan)
+
+    def total_and_sketch(
+        self, v: Tensor | None, signs: Tensor, weights: Tensor, plan: SketchPlan
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Return Σ_n g_n, ⟨g_n, v⟩ (None without ``v``) and the sketch, from the same products where that saves work."""
+        return self.total(), None if v is None else self.contract(v), self.sketch(signs, weights, plan)
+
+    @classmethod
+    def sketch_parts(cls, plan: SketchPlan, n: int, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
+        """Tell the shapes and dtypes of what :meth:`sketch` returns, before there is any."""
+        parts: Parts = (((n, plan.buckets), dtype),)
+        if plan.heavy:
+            parts += (((n, plan.heavy, plan.per_row), dtype), ((n, plan.heavy), torch.float64))
+        return parts
 
     # How it is kept from the backward until the optimizer steps
 
@@ -145,12 +158,28 @@ class Outer(GradientShape):
 
     def total_and_contract(self, v: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
         """*Shared*: the weight gradient and the contractions come out of the same products."""
-        return shared_outer(self.x, self.y, v, by_rows)
+        return shared_outer(self.x, self.y, v, by_rows)[:2]
 
     def form(self) -> Tensor:
         """Form Σ_t x_nt y_ntᵀ."""
         dtype = torch.promote_types(self.x.dtype, self.y.dtype)
         return torch.bmm(self.x.to(dtype).transpose(1, 2), self.y.to(dtype))
+
+    def segment_sums(self, signs: Tensor, plan: SketchPlan) -> Tensor:
+        """Form some gradients at a time, in memory that is reused."""
+        piece = max(1, SCRATCH_BYTES // max(signs.nbytes, 1))
+        some = [slice(i, i + piece) for i in range(0, max(len(self.x), 1), piece)]
+        return torch.cat([Formed(Outer(self.x[s], self.y[s]).form()).segment_sums(signs, plan) for s in some])
+
+    def total_and_sketch(
+        self, v: Tensor | None, signs: Tensor, weights: Tensor, plan: SketchPlan
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """*Shared*: weight gradient, contractions and sketch come out of the same products."""
+        if v is None:
+            return super().total_and_sketch(v, signs, weights, plan)
+        total, c, z = shared_outer(self.x, self.y, v, signs=signs, segment=plan.segment)
+        assert z is not None
+        return total, c, bucketed(z, weights, plan)
 
     def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
         """Form the gradients, into ``buffer`` if given, where they are to be kept formed."""
@@ -241,13 +270,25 @@ class LookUp(GradientShape):
 
         Tokens are copied: loaders like to refill one buffer.
         """
-        return (self.b, self.tokens.to(torch.int64, copy=True).contiguous().view(torch.float64))
+        return (self.b, as_bits(self.tokens))
+
+    def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
+        """Keep the touched rows: weighted segment sums ``[n, t, J]``, and the tokens as bits."""
+        b = self._unpadded().to(signs.dtype).contiguous()
+        z = segment_sums(b, signs.view(plan.rows, plan.columns)[self.tokens], plan.segment)
+        return z * weights.view(plan.rows, plan.per_row)[self.tokens], as_bits(self.tokens)
+
+    @classmethod
+    def sketch_parts(cls, plan: SketchPlan, n: int, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
+        """Segment sums and tokens."""
+        t = inputs[0].numel() // max(n, 1)
+        return (((n, t, plan.per_row), dtype), ((n, t), torch.float64))
 
     @staticmethod
     def of(parts: tuple[Tensor, ...], rows: int, padding: int | None) -> LookUp:
         """Undo ``parts``."""
         b, bits = parts
-        return LookUp(bits.view(torch.int64), b, rows, padding)
+        return LookUp(from_bits(bits), b, rows, padding)
 
 
 def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
@@ -260,7 +301,17 @@ def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
     return dot_each(g, v)
 
 
-def shared_outer(x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
+def bucketed(z: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
+    """Let segment sums ``[n, segments]`` fall into buckets, after the heaviest rows are taken out where they are kept apart."""
+    if plan.heavy == 0:
+        return (fold(z, weights, plan.buckets),)
+    rows, values = heaviest_rows(z, weights, plan)
+    return fold(z, weights, plan.buckets), values, as_bits(rows)
+
+
+def shared_outer(
+    x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False, signs: Tensor | None = None, segment: int = 1
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
     The batched GEMM accumulates into as many running sums as fit the cache, S ← S + g_n, one sample each at a time, and
@@ -273,17 +324,21 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False) -> tupl
         y: ``[n, t, q]``.
         v: Directions, ``[k, p, q]``.
         by_rows: Leave the rows of the weight apart.
+        signs: Of a sketch, ``[p·q]``.
+        segment: Entries per segment of the sketch.
 
     Returns:
-        G ``[p, q]``, and the inner products ``[n, k]``, or ``[n, k, p]`` row by row.
+        G ``[p, q]``; the inner products ``[n, k]``, or ``[n, k, p]`` row by row; signed segment sums ``[n, p·q/segment]``.
     """
     n, k, p, q = x.shape[0], v.shape[0], x.shape[2], y.shape[2]
     total = x.new_empty(1, p, q)
     if n == 0:
-        return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k))
+        none = None if signs is None else x.new_zeros(0, p * q // segment)
+        return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
     chains = max(1, min(n, SCRATCH_BYTES // max(total.nbytes, 1)))
-    running = total if chains == 1 else scratch_like(x, (chains, p, q))
+    running = total if chains == 1 else scratch_like(x, (chains, p, q), "running")
     sums: list[Tensor] = []
+    segments: list[Tensor] = []
     for first in range(0, n, chains):
         group = slice(first, min(first + chains, n))
         part, left, right = running[: group.stop - first], x[group].transpose(1, 2), y[group]
@@ -292,8 +347,15 @@ def shared_outer(x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False) -> tupl
         else:
             torch.baddbmm(part, left, right, out=part)
         sums.append(contract_formed(part, v, by_rows))
-    after = torch.cat(sums)
-    contributions = after.clone()
-    contributions[chains:] -= after[:-chains] if n > chains else 0
+        if signs is not None:
+            flat = part.view(len(part), -1)
+            segments.append(segment_sums(flat, signs, segment) if chains > 1 else segment_sums_in_pieces(flat, signs, segment))
     gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
-    return gradient, contributions
+    return gradient, _differences(torch.cat(sums), chains), _differences(torch.cat(segments), chains) if segments else None
+
+
+def _differences(after: Tensor, chains: int) -> Tensor:
+    """Return what every sample added to its running sum."""
+    added = after.clone()
+    added[chains:] -= after[:-chains] if len(after) > chains else 0
+    return added

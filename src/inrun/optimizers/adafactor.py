@@ -154,8 +154,8 @@ class AdafactorRule(FactoredRule):
     @torch.no_grad()
     def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
         """Return the gradient and what it is multiplied by."""
-        g = gradient.to(at_least_float32(gradient.dtype))
-        return Realised(self.gains(g, parameter.detach(), group, state), g.clone(), 1.0)
+        g, sign = gradient.to(at_least_float32(gradient.dtype)), sign_of(group)
+        return Realised(self.gains(g, parameter.detach(), group, state) * sign, g * sign, 1.0)
 
     def decay_beside(self, parameter: Tensor, group: Group, state: State) -> float:
         """Return lr·λ."""

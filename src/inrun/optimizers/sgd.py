@@ -180,5 +180,5 @@ class RpropRule(UpdateRule):
     @torch.no_grad()
     def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
         """Return G and the real move over G."""
-        moved = self.move(gradient, parameter, group, state)
-        return Realised(torch.where(gradient == 0, 0.0, -moved / torch.where(gradient == 0, 1.0, gradient)), gradient.clone(), 1.0)
+        moved, z = self.move(gradient, parameter, group, state), gradient * sign_of(group)
+        return Realised(torch.where(z == 0, 0.0, -moved / torch.where(z == 0, 1.0, z)), z, 1.0)

@@ -1,0 +1,164 @@
+"""The sketch's own audit: the samples' sketches must add up to the sketch of what the optimizers remember.
+
+By linearity S q_t = Σ_s κ_{t,s} c_s Σ_n S g_n + decay + inherited. The right side is followed step by step, like the optimizer's own
+memory; a wrong β or clip factor, a step that was counted but did not happen, an optimizer that was reset or a window that was lost
+show at once, before anything is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.engine.credit.move import WholeMove
+from inrun.engine.credit.sketcher import Sketcher
+from inrun.engine.credit.stores import ExactEntry, ExactStore, SketchEntry, SketchStore
+from inrun.engine.sites import Scored
+from inrun.errors import ConservationError, CreditError
+from inrun.layers import fold
+
+#: How far both sides may differ, relative to the larger: rounding, in single precision, and where gradients were coarser.
+TOLERANCE, COARSE = 5e-3, 5e-2
+
+
+class SketchAudit:
+    """Follows what the optimizers remember of the samples, in sketches."""
+
+    def __init__(self, sketcher: Sketcher) -> None:
+        """Nothing is remembered yet."""
+        self.sketcher = sketcher
+        #: Σ_s a_s c_s Σ_n S g_n by parameter, ``[buckets]``.
+        self.remembered: list[Tensor] = []
+
+    def restart(self, weights: list[Tensor]) -> None:
+        """Nothing of any sample is remembered."""
+        self.remembered = [torch.zeros(p.buckets, dtype=torch.float64) for p in self.sketcher.plans]
+
+    def entering(self, entry: SketchEntry, weights: list[Tensor]) -> list[Tensor]:
+        """Return Σ_n S g_n of a step's rows, by parameter."""
+        sk = self.sketcher
+        summed = entry.sketch.double().sum(0)
+        found = [
+            summed[sk.places[i]].clone() if i in sk.places else torch.zeros(p.buckets, dtype=torch.float64, device=sk.device)
+            for i, p in enumerate(sk.plans)
+        ]
+        for i, _, rows, values in entry.rows:
+            plan = sk.plans[i]
+            table = torch.zeros(plan.rows, plan.per_row, dtype=torch.float64, device=sk.device)
+            table.index_add_(0, rows.reshape(-1), values.reshape(-1, plan.per_row).double())
+            found[i] += fold(table.view(1, -1), torch.ones((), dtype=torch.float64, device=sk.device), plan.buckets)[0]
+        return [x.cpu() for x in found]
+
+    def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """Return the sketch of a whole tensor, ``[buckets]``."""
+        sums = self.sketcher.sums(index, x.unsqueeze(0))
+        return fold(sums, weights[index], self.sketcher.plans[index].buckets)[0].double().cpu()
+
+    def check(
+        self,
+        move: WholeMove,
+        entry: SketchEntry,
+        weights: list[Tensor],
+        decays: Mapping[int, Tensor],
+        inherited: Mapping[int, tuple[Tensor, float]],
+        step: int,
+        coarse: bool = False,
+    ) -> float:
+        """Compare both sides before anything is spread; return the relative difference.
+
+        Raises:
+            CreditError: They differ by more than rounding.
+        """
+        entering = self.entering(entry, weights)
+        off = size = 0.0
+        worst: tuple[float, str] = (0.0, "")
+        for i, m in move.moves.items():
+            r = m.recall
+            mine = self.remembered[i] * (r.keep * r.read) + entering[i] * (m.factor * r.own)
+            real = self.of(i, m.realised.q, weights)
+            if i in decays:
+                through = decays[i] * r.read
+                if m.entering_decay and r.direct:
+                    through = through + m.scored.parameter.detach().to(through.dtype) * (m.entering_decay * r.direct)
+                real = real - self.of(i, through, weights)
+            if i in inherited:
+                held, alpha = inherited[i]
+                real = real - self.of(i, held, weights) * (alpha * r.keep * r.read)
+            gap, norm = float((real - mine).norm()), float(torch.maximum(real.norm(), mine.norm()))
+            off, size = off + gap**2, size + norm**2
+            worst = max(worst, (gap, m.scored.name))
+        relative = (off / size) ** 0.5 if size > 0 else 0.0
+        if not relative <= (COARSE if coarse else TOLERANCE):
+            raise CreditError(
+                f"at step {step} what the optimizer remembers is not what the samples of the open windows pushed: the sketches differ "
+                f"by {100 * relative:.2g} % (most at {worst[1]}). Usual causes: the optimizer's state was reset or loaded without the "
+                "accountant's, momentum or betas were changed behind its back, gradients were changed by more than one factor, or a "
+                "step was taken outside accountant.step(). Load both states together, or take credit='step'."
+            )
+        return relative
+
+    def advance(
+        self, move: WholeMove, entry: SketchEntry, weights: list[Tensor], decays: Mapping[int, Tensor], inherited: Mapping[int, Any]
+    ) -> None:
+        """The step happened."""
+        entering = self.entering(entry, weights)
+        for i, m in move.moves.items():
+            self.remembered[i] = self.remembered[i] * m.recall.keep + entering[i] * (m.factor * m.recall.enter)
+
+    def rebase(
+        self,
+        remembered: Mapping[int, Tensor | None],
+        weights: list[Tensor],
+        decays: Mapping[int, Tensor],
+        inherited: Mapping[int, tuple[Tensor, float]],
+    ) -> None:
+        """Sketch what is remembered with new weights; it was compared with the old ones a moment ago."""
+        for i, held in remembered.items():
+            if held is None:
+                self.remembered[i] = torch.zeros_like(self.remembered[i])
+                continue
+            found = self.of(i, held, weights)
+            if i in decays:
+                found = found - self.of(i, decays[i], weights)
+            if i in inherited:
+                found = found - self.of(i, inherited[i][0], weights) * inherited[i][1]
+            self.remembered[i] = found
+
+
+def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int) -> None:
+    """On audited steps: the samples' gradients must add up to the gradient that is used, parameter by parameter.
+
+    Raises:
+        ConservationError: Some gradient flows through no sample's rows.
+    """
+    bad = []
+    audit = SketchAudit(store.sketcher) if isinstance(store, SketchStore) else None
+    entering = audit.entering(entry, store.weights_now) if audit is not None and isinstance(store, SketchStore) else []
+    for i, m in move.moves.items():
+        used = m.scored.used_gradient.detach()
+        clip = abs(m.factor)
+        if isinstance(entry, ExactEntry):
+            shapes = [shape.total() for j, _, shape in entry.held if j == i]
+            mine = torch.stack(shapes).sum(0).double().reshape(-1) * clip if shapes else torch.zeros(1, dtype=torch.float64)
+            real = used.double().cpu().reshape(-1)
+        else:
+            assert audit is not None and isinstance(store, SketchStore)
+            mine, real = entering[i] * clip, audit.of(i, used, store.weights_now)
+        if not bool(torch.isfinite(real).all()):
+            continue
+        exact = all(site.rule.exact for site, _ in m.scored.uses)
+        coarse = max(torch.finfo(used.dtype).eps, 0.0 if exact else 1e-7)
+        gap = float((mine - real).norm()) if mine.shape == real.shape else float("inf")
+        allowed = 2e3 * coarse if coarse > 1e-12 else 1e-8
+        if gap > allowed * max(float(real.norm()), float(mine.norm())) + 1e-9 * coarse and gap > 1e-3 * allowed:
+            bad.append((m.scored.name, gap / max(float(real.norm()), 1e-30)))
+    if bad:
+        named = ", ".join(f"{name} (off by {100 * off:.2g} %)" for name, off in bad[:5])
+        raise ConservationError(
+            f"at step {step} some gradient flows through no sample's rows: {named}. Usual causes: a penalty on the weights written into "
+            "the loss (use the optimizer's weight_decay), a weight multiplied outside its module (call the module), or .grad changed "
+            "between two microbatches."
+        )

@@ -1,0 +1,305 @@
+"""Whole credit over a run: who is still being paid, by what, and when it is settled.
+
+At step t every open row gets κ_{t,s} c_s ⟨g_n, D_t⟩, summed over parameters. What the samples get together is known exactly, one
+dot product per parameter: ⟨q_t, D_t⟩ less the parts of weight decay that went through the gradient and of memory from before
+scoring began (*inherited*). The difference to the sum of the estimates is spread over the open rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.engine.credit.audit import SketchAudit, check_totals
+from inrun.engine.credit.memory import PushMemory
+from inrun.engine.credit.move import ParameterMove, WholeMove
+from inrun.engine.credit.sketcher import Sketcher
+from inrun.engine.credit.stores import Direction, ExactEntry, ExactStore, SketchEntry, SketchStore
+from inrun.engine.microbatch import Microbatch
+from inrun.engine.sites import Scored
+from inrun.ledger.labels import Label
+from inrun.ledger.record import SettledCredits
+from inrun.optimizers import UpdateRule
+
+#: Finished steps after which a sketch gets new weights; later every :data:`REFRESH`.
+REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
+
+
+@dataclass
+class Open:
+    """The uses of one step that are still being paid."""
+
+    step: int
+    ids: Tensor
+    #: ``[n, k]``, in double precision.
+    credit: Tensor
+
+
+@dataclass
+class Payment:
+    """What one step pays, before it is final: nothing has changed yet."""
+
+    move: WholeMove
+    direction: Direction
+    entry: Any
+    kappa: Any
+    #: ``[rows, k]``: what every open row gets, the coming step's rows last; before and after the rest was spread.
+    estimated: Tensor
+    parts: Tensor
+    #: ``[k]`` each, in double precision: what the samples get together, decay, inherited.
+    data: Tensor
+    decay: Tensor
+    inherited: Tensor
+    #: Decay's and inherited memory of every parameter as it will be.
+    decays: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def own(self) -> Tensor:
+        """Return what the coming step's rows get, ``[n, k]``."""
+        return self.parts[len(self.parts) - self.entry.n :]
+
+    @property
+    def spread(self) -> Tensor:
+        """Return Σ|parts|, ``[k]``."""
+        return self.parts.abs().sum(0)
+
+    @property
+    def whole(self) -> Tensor:
+        """Return all that the move was worth, ``[k]``."""
+        return self.data + self.decay + self.inherited
+
+
+class WholeCredit:
+    """Everything that lasts over steps for whole credit."""
+
+    def __init__(self, scored: list[Scored], rules: list[UpdateRule], exact: bool, sketch: int | None, seed: int = 0) -> None:
+        """``sketch`` is the number of numbers per sample."""
+        self.scored, self.rules, self.exact = scored, rules, exact
+        self.memory = PushMemory(len(scored))
+        #: What gradients of every open step were multiplied by when they entered, ``[steps, parameters]``.
+        self.factors = np.zeros((0, len(scored)))
+        self.open: list[Open] = []
+        self.store: ExactStore | SketchStore
+        self.audit: SketchAudit | None = None
+        if exact:
+            self.store = ExactStore(scored)
+        else:
+            assert sketch is not None
+            sketcher = Sketcher(scored, sketch, seed)
+            self.store, self.audit = SketchStore(sketcher), SketchAudit(sketcher)
+        #: Memory of coupled weight decay, Σ a λw, by parameter; of what was there before scoring began, with its factor.
+        self.decays: dict[int, Tensor] = {}
+        self.inherited: dict[int, tuple[Tensor, float]] = {}
+        self.columns: list[Label] | None = None
+        self.steps = 0
+        self.begun = False
+
+    # What a step asks before its backward
+
+    def begin(self) -> None:
+        """Before the first step that is scored (again): what the optimizers remember is nobody's here."""
+        if self.begun:
+            return
+        self.begun = True
+        self.decays = {}
+        self.inherited = {}
+        for i, s in enumerate(self.scored):
+            held = self.rules[s.optimizer].remembered(s.state)
+            if held is not None and bool(torch.any(held != 0)):
+                self.inherited[i] = (held.detach().clone(), 1.0)
+        if self.audit is not None and isinstance(self.store, SketchStore):
+            self.audit.restart(self.store.weights_now)
+
+    def known(self, s: Scored) -> Tensor | None:
+        """Return the direction that is known before the backward, ``[k, *shape]``."""
+        return self.store.known_whole.get(self.scored.index(s)) if isinstance(self.store, SketchStore) else None
+
+    # One step
+
+    def capture(self, microbatches: list[Microbatch], k: int, quietly: Any) -> Any:
+        """Collect what the backwards left of the coming step's rows."""
+        if isinstance(self.store, SketchStore):
+            return self.store.capture(microbatches, k, quietly)
+        return self.store.capture(microbatches, quietly)
+
+    @torch.no_grad()
+    def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int) -> Payment:
+        """Work out what a step pays, given the averaged validation gradients; nothing is changed yet."""
+        k = len(next(g for g in raw if g is not None))
+        decay, inherited = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
+        total = torch.zeros(k, dtype=torch.float64)
+        whole: dict[int, Tensor] = {}
+        decays: dict[int, Tensor] = {}
+        for i, m in move.moves.items():
+            through = self._decay_through(i, m, decays)
+            if raw[i] is None:
+                continue
+            gradient = raw[i]
+            assert gradient is not None
+            if m.shrink != 0.0:
+                decay += m.shrink * _dots(gradient, m.scored.parameter.detach())
+            d = whole[i] = move.direction(i, gradient)
+            pace = m.realised.pace
+            total += pace * _dots(d, m.realised.q)
+            if through is not None:
+                part = pace * _dots(d, through)
+                decay += part
+                total -= part
+            if i in self.inherited:
+                held, alpha = self.inherited[i]
+                part = pace * m.recall.read * m.recall.keep * alpha * _dots(d, held)
+                inherited += part
+                total -= part
+        paces = np.array([move.moves[i].realised.pace if i in whole else 0.0 for i in range(len(self.scored))])
+        own = np.array([[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]])
+        kappa = self.memory.look(move.recalls()) * np.vstack([self.factors, own]) * paces
+        direction = Direction(whole)
+        if isinstance(self.store, SketchStore):
+            sk = self.store.sketcher
+            direction.sums = [
+                sk.sums(i, whole[i]) if i in whole else torch.zeros(k, sk.plans[i].segments, dtype=sk.dtype, device=sk.device)
+                for i in range(len(self.scored))
+            ]
+        if isinstance(entry, ExactEntry):
+            entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
+        if checked:
+            check_totals(self.scored, move, entry, self.store, step)
+        estimated = self.store.parts(entry, kappa, direction).cpu()
+        parts = self._spread(estimated, total - estimated.sum(0), kappa, entry)
+        return Payment(move, direction, entry, kappa, estimated, parts, total, decay, inherited, decays)
+
+    def _decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
+        """Return the part of q that is coupled weight decay; note its memory as it will be."""
+        if m.entering_decay == 0.0 and i not in self.decays:
+            return None
+        weight = m.scored.parameter.detach().to(m.realised.q.dtype) * m.entering_decay
+        if m.realised.entry is not None:
+            weight = weight * m.realised.entry
+        before = self.decays.get(i)
+        after = weight * m.recall.enter if before is None else before * m.recall.keep + weight * m.recall.enter
+        decays[i] = after
+        return after * m.recall.read + weight * m.recall.direct
+
+    def _spread(self, estimated: Tensor, rest: Tensor, kappa: Any, entry: Any) -> Tensor:
+        """Share out the rest over the open rows in proportion to κ times the size of their gradients."""
+        counts = [o.credit.shape[0] for o in self.open] + [entry.n]
+        size = np.abs(kappa).mean(1)
+        shares = self.store.weights(entry).cpu() * torch.from_numpy(np.repeat(size, counts))
+        whole = float(shares.sum())
+        if whole == 0.0:
+            return estimated
+        return estimated + (shares / whole).unsqueeze(1) * rest
+
+    @torch.no_grad()
+    def commit(self, payment: Payment | None, move: WholeMove, entry: Any, step: int, ids: Tensor, k: int) -> list[SettledCredits]:
+        """The step happened: pay, remember its rows, and settle what is over. Without a payment nothing is paid."""
+        if self.audit is not None:
+            assert isinstance(self.store, SketchStore)
+            self.audit.advance(move, entry, self.store.weights_now, self.decays if payment is None else payment.decays, self.inherited)
+        start = 0
+        for o in self.open:
+            if payment is not None:
+                o.credit += payment.parts[start : start + len(o.credit)]
+            start += len(o.credit)
+        own = torch.zeros(entry.n, k, dtype=torch.float64) if payment is None else payment.own.clone()
+        self.open.append(Open(step, ids, own))
+        self.factors = np.vstack(
+            [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
+        )
+        if isinstance(self.store, SketchStore) and payment is not None:
+            self.store.parts(entry, payment.kappa, payment.direction, note=True)
+        self.store.push(entry)
+        self.memory.advance(move.recalls())
+        self.inherited = {
+            i: (held, alpha * (move.moves[i].recall.keep if i in move.moves else 1.0))
+            for i, (held, alpha) in self.inherited.items()
+            if alpha > 1e-12
+        }
+        if payment is not None:
+            self.decays |= payment.decays
+            self._learn(payment)
+        self.steps += 1
+        return self._settle(self.memory.passed())
+
+    def _learn(self, payment: Payment) -> None:
+        """Keep this step's direction as the known one of the next, and give the sketch new weights from time to time."""
+        if not isinstance(self.store, SketchStore):
+            return
+        known = dict(self.store.known_whole) | payment.direction.whole
+        sums = list(self.store.known) if self.store.known is not None else payment.direction.sums
+        for i in payment.direction.whole:
+            sums[i] = payment.direction.sums[i]
+        self.store.known_whole, self.store.known = known, sums
+
+    def refresh(self, move: WholeMove) -> None:
+        """After the optimizers have stepped: new weights for the sketch, if it is time."""
+        if not isinstance(self.store, SketchStore) or self.audit is None:
+            return
+        if self.steps in REFRESH_AT or (self.steps > REFRESH_AT[-1] and self.steps % REFRESH == 0):
+            gains = {i: m.realised.gain for i, m in move.moves.items()}
+            if any(isinstance(g, Tensor) for g in gains.values()):
+                self.store.begin_epoch(gains)
+                remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
+                self.audit.rebase(remembered, self.store.weights_now, self.decays, self.inherited)
+
+    # The end of a window
+
+    def _settle(self, count: int) -> list[SettledCredits]:
+        if count == 0:
+            return []
+        assert self.columns is not None
+        errors = self.store.errors(count, len(self.columns))
+        paid = self.memory.shares_paid()
+        found = [
+            _settled(o, error, float(share), self.columns)
+            for o, error, share in zip(self.open[:count], errors, paid[:count], strict=True)
+        ]
+        self.open, self.factors = self.open[count:], self.factors[count:]
+        self.store.drop(count)
+        self.memory.forget(count)
+        return found
+
+    def settle_all(self) -> list[SettledCredits]:
+        """Settle whatever is open: training has ended, or the optimizer's memory is no longer made of these uses."""
+        found = self._settle(len(self.open))
+        self.begun = False
+        return found
+
+    def so_far(self) -> list[SettledCredits]:
+        """Return the credit so far of all open uses, as if they were settled."""
+        if not self.open or self.columns is None:
+            return []
+        errors = self.store.errors(len(self.open), len(self.columns))
+        paid = self.memory.shares_paid()
+        return [_settled(o, e, float(p), self.columns) for o, e, p in zip(self.open, errors, paid, strict=True)]
+
+    def nbytes(self) -> int:
+        """Return the memory of all that is kept between steps."""
+        held = [*self.decays.values(), *(h for h, _ in self.inherited.values())]
+        if isinstance(self.store, SketchStore):
+            held += [*self.store.known_whole.values()]
+            return self.store.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
+        return self.store.nbytes() + sum(x.nbytes for x in held)
+
+
+def _settled(o: Open, error: Tensor, paid: float, columns: list[Label]) -> SettledCredits:
+    values, errors = o.credit.numpy().astype(np.float32), error.cpu().numpy().astype(np.float32)
+    return SettledCredits(
+        step=o.step,
+        sample_ids=o.ids.numpy(),
+        credits={str(c): values[:, j].copy() for j, c in enumerate(columns)},
+        errors={str(c): errors[:, j].copy() for j, c in enumerate(columns)},
+        paid=np.full(len(values), paid, np.float32),
+    )
+
+
+def _dots(d: Tensor, x: Tensor) -> Tensor:
+    """Return ⟨d_k, x⟩ in double precision, ``[k]``."""
+    return (d.reshape(len(d), -1) @ x.reshape(-1).to(d.dtype)).double().cpu()
+
+
+__all__ = ["Open", "Payment", "SketchEntry", "WholeCredit"]

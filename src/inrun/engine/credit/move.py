@@ -1,0 +1,93 @@
+"""The whole move that a step is about to make: w' − w = −pace · gain ∘ q − shrink · w, parameter by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inrun.engine.sites import Scored
+from inrun.engine.update_path import Place, UpdatePath
+from inrun.errors import OptimizerError
+from inrun.optimizers import Realised, Recall, UpdateRule
+
+#: Steps of a parameter whose moves are hardly more than signs: one factor stands for the whole tensor there.
+FIRST_STEPS = 3
+
+
+@dataclass
+class ParameterMove:
+    """What one parameter is about to do."""
+
+    scored: Scored
+    realised: Realised
+    recall: Recall
+    #: The factor of −w, where decay is beside the update, and λ where it enters the gradient.
+    shrink: float
+    entering_decay: float
+    #: What a sample's gradient is multiplied by when it enters: clipping and loss scale, with the sign of the optimizer.
+    factor: float
+    #: Whether its gain is one of the first, made of hardly more than this step's own gradient.
+    early: bool
+
+    def shift(self, weight: Tensor, fraction: float) -> None:
+        """Move a weight by a part of the way."""
+        if self.shrink != 0.0:
+            weight.mul_(1.0 - fraction * self.shrink)
+        gain, q = self.realised.gain, self.realised.q
+        if isinstance(gain, Tensor):
+            weight.addcmul_(gain.to(weight.dtype), q.to(weight.dtype), value=-fraction * self.realised.pace)
+        else:
+            weight.add_(q.to(weight.dtype), alpha=-fraction * self.realised.pace * gain)
+
+
+class WholeMove:
+    """The moves of all parameters that are about to step."""
+
+    def __init__(self, scored: list[Scored], rules: list[UpdateRule], path: UpdatePath, factors: dict[int, float]) -> None:
+        """``factors`` are those of the optimizers' gradients (clipping, loss scale)."""
+        self.scored, self.path = scored, path
+        place = {s: i for i, s in enumerate(scored)}
+        self.moves = {place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer]) for s in path.moving()}
+
+    def at(self, fraction: float) -> Place:
+        """Hold the model at w + fraction · (w' − w)."""
+        of = {m.scored: m for m in self.moves.values()}
+        return self.path.shifted(list(of), lambda s, weight: of[s].shift(weight, fraction))
+
+    def recalls(self) -> list[Recall | None]:
+        """Return how every parameter's memory advances; None for those that do not step."""
+        return [self.moves[i].recall if i in self.moves else None for i in range(len(self.scored))]
+
+    def direction(self, index: int, raw: Tensor) -> Tensor:
+        """Turn the averaged validation gradient ``[k, *shape]`` into D = gain ∘ ∇̄, in place."""
+        move = self.moves[index]
+        gain, q = move.realised.gain, move.realised.q
+        d = raw.mul_(gain.to(raw.dtype) if isinstance(gain, Tensor) else gain)
+        if not move.early:
+            return d
+        flat, length = q.reshape(-1).to(d.dtype), float(torch.linalg.vector_norm(q.double())) ** 2
+        shares = (d.reshape(len(d), -1) @ flat) / (length or 1.0)
+        return d.copy_(shares.view(-1, *([1] * q.dim())) * q.to(d.dtype))
+
+
+def _move_of(s: Scored, rule: UpdateRule, factor: float) -> ParameterMove:
+    weight, group, state = s.parameter.detach(), s.group, s.state
+    recall = rule.recall(group, state)
+    if recall is None:
+        raise OptimizerError(f"the options of the optimizer of {s.name} have no unique shares of earlier gradients; take credit='step'")
+    gradient = s.used_gradient
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    realised = rule.realised(gradient.to(dtype), weight.to(dtype), group, state)
+    sign = -1.0 if group.get("maximize", False) or getattr(rule, "maximize", False) else 1.0
+    done = float(state.get("step", FIRST_STEPS))
+    return ParameterMove(
+        scored=s,
+        realised=realised,
+        recall=recall,
+        shrink=rule.decay_beside(weight, group, state),
+        entering_decay=rule.entering_decay(group),
+        factor=factor * sign,
+        early=rule.adaptive and (not state or done < FIRST_STEPS),
+    )

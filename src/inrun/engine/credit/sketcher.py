@@ -1,0 +1,122 @@
+"""How gradients and directions are sketched in a run: how many numbers each parameter gets, signs, and weights.
+
+Parameters that are used other than by look-up share the ``sampled`` columns of a sample's sketch; pure tables are kept row by
+row and have columns only in sketches of whole tensors, for the audit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from inrun.engine.directions import Sketch
+from inrun.engine.sites import Scored
+from inrun.layers import SketchPlan, fold, segment_sums_in_pieces
+
+#: Entries per segment of a matrix, and segments per row where rows are kept apart.
+SEGMENT, PER_ROW = 32, 16
+#: Rows of an output vocabulary that are kept apart per sample.
+HEAVY = 32
+#: Numbers that a parameter gets at least.
+LEAST = 32
+
+
+def default_size(entries: int) -> int:
+    """Return numbers per sample for a model with so many scored entries (docs/whole-credit.md has the measurements)."""
+    return int(min(max(2048, 2 ** round(math.log2(16 * max(entries, 1) ** 0.5))), 262_144))
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor that is not larger than ``most``."""
+    return next(d for d in range(max(1, min(most, number)), 0, -1) if number % d == 0)
+
+
+def _is_classes(s: Scored) -> bool:
+    return any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
+
+
+def plan_of(s: Scored, share: int) -> SketchPlan:
+    """Choose segments for one parameter that may have about ``share`` numbers."""
+    p = s.parameter
+    rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
+    if s.some_sparse or (_is_classes(s) and rows > 4 * HEAVY):
+        segment = _divisor(columns, max(1, columns // PER_ROW))
+        return SketchPlan(rows, columns, segment, share, 0 if s.only_sparse else min(HEAVY, rows))
+    if p.numel() <= share:
+        return SketchPlan(rows, columns, 1, p.numel())
+    segment = _divisor(columns, SEGMENT)
+    return SketchPlan(rows, columns, segment, min(share, rows * (columns // segment)))
+
+
+class Sketcher:
+    """Signs and weights of a run; ``weights`` may change from time to time (an *epoch* of the sketch)."""
+
+    def __init__(self, scored: list[Scored], size: int, seed: int) -> None:
+        """Share ``size`` numbers among the parameters, ∝ √entries; the same seed gives the same signs."""
+        self.scored, self.size, self.seed = scored, size, seed
+        parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if _is_classes(s) else 1.0) for s in scored if not s.only_sparse}
+        whole = sum(parts.values()) or 1.0
+        self.plans = [plan_of(s, max(LEAST, int(size * parts.get(s, 0.0) / whole)) if s in parts else 256) for s in scored]
+        self.sampled = [i for i, s in enumerate(scored) if not s.only_sparse]
+        self.device = scored[0].parameter.device
+        double = any(s.parameter.dtype == torch.float64 for s in scored)
+        self.dtype = torch.float64 if double else torch.float32
+        self.signs = [self._signs(i, plan) for i, plan in enumerate(self.plans)]
+        self.ones = [torch.ones(plan.segments, dtype=self.dtype, device=self.device) for plan in self.plans]
+        sizes = [self.plans[i].buckets for i in self.sampled]
+        self.columns = sum(sizes)
+        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        #: Where a sampled parameter's columns are.
+        self.places = {i: slice(ends[j], ends[j + 1]) for j, i in enumerate(self.sampled)}
+        #: Which parameter a column belongs to, ``[columns, sampled]``, as ones.
+        self.owners = torch.zeros(self.columns, len(scored), dtype=self.dtype, device=self.device)
+        for i, place in self.places.items():
+            self.owners[place, i] = 1.0
+
+    def _signs(self, index: int, plan: SketchPlan) -> Tensor:
+        if plan.exact:
+            return torch.ones(plan.rows * plan.columns, dtype=self.dtype, device=self.device)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        drawn = torch.randint(0, 2, (plan.rows * plan.columns,), generator=generator, dtype=torch.int8)
+        return drawn.to(self.dtype).mul_(2).sub_(1).to(self.device)
+
+    def sketch(self, index: int, weights: Tensor) -> Sketch:
+        """Return what a backward needs to sketch one parameter."""
+        return Sketch(self.plans[index], self.signs[index], weights)
+
+    def sums(self, index: int, x: Tensor) -> Tensor:
+        """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``."""
+        return segment_sums_in_pieces(x.reshape(len(x), -1).to(self.dtype), self.signs[index], self.plans[index].segment)
+
+    def mean_by_segment(self, index: int, x: Tensor) -> Tensor:
+        """Return the mean of a tensor over each segment, ``[segments]``."""
+        plan = self.plans[index]
+        return x.reshape(plan.segments, plan.segment).to(self.dtype).mean(1)
+
+    def weights_from(self, gains: Mapping[int, Tensor | float]) -> list[Tensor]:
+        """Return ρ = √gain by segment, relative to its mean, for gradients; directions are divided by it."""
+        found = list(self.ones)
+        for i, gain in gains.items():
+            if isinstance(gain, Tensor):
+                mean = self.mean_by_segment(i, gain)
+                typical = mean.mean()
+                if bool(typical > 0):
+                    found[i] = (mean / typical).clamp(1e-4, 1e4).sqrt()
+        return found
+
+    def joined(self, sums: list[Tensor], weights: list[Tensor], divide: bool) -> Tensor:
+        """Let segment sums fall into the sampled columns: ``[k, columns]``."""
+        parts = [fold(sums[i], 1.0 / weights[i] if divide else weights[i], self.plans[i].buckets) for i in self.sampled]
+        return torch.cat(parts, dim=1) if parts else torch.zeros(len(sums[0]), 0, dtype=self.dtype, device=self.device)
+
+    def table(self, index: int, sums: Tensor, weights: Tensor) -> Tensor:
+        """Return a direction's segment sums row by row, ``[k, rows, J]``."""
+        plan = self.plans[index]
+        return (sums / weights).view(len(sums), plan.rows, plan.per_row)
+
+    def nbytes(self) -> int:
+        """Return the memory of the signs."""
+        return sum(s.nbytes for s in self.signs)

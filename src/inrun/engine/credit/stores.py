@@ -1,0 +1,328 @@
+"""What is kept of every open use until its window has passed: its gradients themselves, or a sketch of them.
+
+A store answers one question: given what each open step's pushes count for now (κ, by parameter) and the direction D of the step
+that is paid, what does every open row get? Rows are in the order of their steps, those of the coming step last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.engine.credit.memory import Numbers
+from inrun.engine.credit.sketcher import Sketcher
+from inrun.engine.microbatch import Microbatch, Replayed
+from inrun.engine.sites import Scored
+from inrun.layers import Formed, GradientShape, from_bits
+
+#: One column in so many stands for all where the error of an estimate is estimated.
+EVERY = 4
+
+
+@dataclass
+class Direction:
+    """What one step is paid by: D per parameter, ``[k, *shape]`` per unit of pace, and what it was when steps were sketched."""
+
+    whole: dict[int, Tensor]
+    #: Segment sums by parameter, ``[k, segments]``; only where sketches are kept.
+    sums: list[Tensor] = field(default_factory=list)
+
+
+class ExactStore:
+    """Per-sample gradients of all open steps, in host memory."""
+
+    def __init__(self, scored: list[Scored]) -> None:
+        """Nothing is kept yet."""
+        self.scored = scored
+        self.entries: list[ExactEntry] = []
+
+    def capture(self, microbatches: list[Microbatch], quietly: Any) -> ExactEntry:
+        """Copy what a backward left of every sample."""
+        place = {s: i for i, s in enumerate(self.scored)}
+        held: list[tuple[int, int, GradientShape]] = []
+        first = 0
+        for micro in microbatches:
+            for kept in micro.kept:
+                for shape in kept.shapes():
+                    parts = tuple(part.detach().to("cpu", copy=True) for part in shape.parts())
+                    held.append((place[kept.scored], first, kept.rule.restore(kept.constants, kept.kind, parts)))
+            for replayed in micro.replays:
+                for name, s in replayed.scored.items():
+                    for shape in replayed.shapes(name, micro.n, quietly).values():
+                        held.append((place[s], first, Formed(shape.form().detach().to("cpu", copy=True))))
+            first += micro.n
+        return ExactEntry(first, held)
+
+    def parts(self, entry: ExactEntry, kappa: Numbers, direction: Direction) -> Tensor:
+        """Return what every open row gets, ``[rows, k]``, in double precision."""
+        found = []
+        columns = len(next(iter(direction.whole.values())))
+        host = {i: d.to("cpu") for i, d in direction.whole.items()}
+        for row, open_ in zip(kappa, [*self.entries, entry], strict=True):
+            part = torch.zeros(open_.n, columns, dtype=torch.float64)
+            for i, first, shape in open_.held:
+                if i in host and row[i] != 0.0:
+                    v = host[i] if i not in open_.factors else host[i] * open_.factors[i]
+                    c = shape.contract(v).double()
+                    part[first : first + len(c)] += c * row[i]
+            found.append(part)
+        return torch.cat(found)
+
+    def weights(self, entry: ExactEntry) -> Tensor:
+        """Return the norm of every row's gradient, by which a rest is spread, ``[rows]``."""
+        return torch.cat([open_.norms() for open_ in [*self.entries, entry]])
+
+    def pay(self, kappa: Numbers, direction: Direction) -> None:
+        """Nothing more to note: exact credits have no error."""
+
+    def push(self, entry: ExactEntry) -> None:
+        """Keep the coming step's rows."""
+        self.entries.append(entry)
+
+    def errors(self, count: int, columns: int) -> list[Tensor]:
+        """Return the errors of the oldest steps' rows, ``[n, k]`` each."""
+        return [torch.zeros(e.n, columns, dtype=torch.float64) for e in self.entries[:count]]
+
+    def drop(self, count: int) -> None:
+        """Let the oldest steps go."""
+        self.entries = self.entries[count:]
+
+    def nbytes(self) -> int:
+        """Return the memory of what is kept."""
+        return sum(shape.nbytes for e in self.entries for _, _, shape in e.held)
+
+
+@dataclass
+class ExactEntry:
+    """The gradients of one step: parameter, first row, shape."""
+
+    n: int
+    held: list[tuple[int, int, GradientShape]]
+    #: What the step's gradient was multiplied by when it entered the optimizer's memory, by parameter.
+    factors: dict[int, Tensor] = field(default_factory=dict)
+    _norms: Tensor | None = None
+
+    def norms(self) -> Tensor:
+        """Return the norm of every row's gradient."""
+        if self._norms is None:
+            squares = torch.zeros(self.n, dtype=torch.float64)
+            for _, first, shape in self.held:
+                g = shape.form().flatten(1).double()
+                squares[first : first + len(g)] += g.square().sum(1)
+            self._norms = squares.sqrt()
+        return self._norms
+
+
+@dataclass
+class SketchEntry:
+    """The sketches of one step's rows."""
+
+    epoch: int
+    #: ``[n, columns]``; what is known exactly beyond the sketch, ⟨g_n, v⁰⟩ − ⟨Sg_n, Sv⁰⟩ per parameter, ``[n, k, parameters]``.
+    sketch: Tensor
+    beyond: Tensor
+    #: Sv⁰ ``[k, columns]`` and its squared norm per parameter ``[k, parameters]``.
+    known: Tensor
+    known_square: Tensor
+    #: Rows that are kept apart: parameter, first row, row numbers ``[n, r]``, values ``[n, r, J]``.
+    rows: list[tuple[int, int, Tensor, Tensor]]
+    #: Σ_t κ (SD_t − f Sv⁰) over some columns, ``[k, columns / EVERY]``, and Σ_t of the rows' own spreads, ``[n, k]``.
+    rest: Tensor
+    rest_rows: Tensor
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows."""
+        return len(self.sketch)
+
+
+class SketchStore:
+    """Sketches of all open steps."""
+
+    def __init__(self, sketcher: Sketcher) -> None:
+        """Begin with weights of 1."""
+        self.sketcher = sketcher
+        self.entries: list[SketchEntry] = []
+        #: Weights by epoch.
+        self.epochs: dict[int, list[Tensor]] = {0: sketcher.ones}
+        self.epoch = 0
+        #: Segment sums of the direction that is known before the next backward.
+        self.known: list[Tensor] | None = None
+        #: That direction itself, by parameter.
+        self.known_whole: dict[int, Tensor] = {}
+
+    @property
+    def weights_now(self) -> list[Tensor]:
+        """Return the weights of the present epoch."""
+        return self.epochs[self.epoch]
+
+    def begin_epoch(self, gains: dict[int, Tensor | float]) -> None:
+        """Sketch with new weights from now on; open steps keep theirs."""
+        self.epoch += 1
+        self.epochs[self.epoch] = self.sketcher.weights_from(gains)
+        self._forget_epochs()
+
+    def _forget_epochs(self) -> None:
+        alive = {e.epoch for e in self.entries} | {self.epoch}
+        self.epochs = {k: w for k, w in self.epochs.items() if k in alive}
+
+    def capture(self, microbatches: list[Microbatch], k: int, quietly: Any) -> SketchEntry:
+        """Collect what a backward left of every sample."""
+        sk = self.sketcher
+        place = {s: i for i, s in enumerate(sk.scored)}
+        n = sum(m.n for m in microbatches)
+        sketch = torch.zeros(n, sk.columns, dtype=sk.dtype, device=sk.device)
+        exact = torch.zeros(n, k, len(sk.scored), dtype=sk.dtype, device=sk.device)
+        rows: list[tuple[int, int, Tensor, Tensor]] = []
+        of_exact: list[tuple[int, int, Tensor, Tensor]] = []  # rows that the exact products have a part in
+        first = 0
+        for micro in microbatches:
+            mine = slice(first, first + micro.n)
+            for s, leaf in micro.sketches.items():
+                if leaf.grad is not None:
+                    sketch[mine, sk.places[place[s]]] += leaf.grad.to(sk.dtype)
+            for s, leaf in micro.sums.items():
+                if leaf.grad is not None:
+                    exact[mine, :, place[s]] += leaf.grad.to(sk.dtype)
+            for kept in micro.kept_rows:
+                found = [(place[kept.scored], first, r, v.to(sk.dtype)) for r, v in kept.rows()]
+                rows += found
+                of_exact += [] if kept.lookup else found
+            for replayed in micro.replays:
+                self._replay(replayed, micro.n, first, quietly, sketch, exact, rows)
+            first += micro.n
+        entry_known = torch.zeros(k, sk.columns, dtype=sk.dtype, device=sk.device)
+        beyond = torch.zeros_like(exact)
+        if self.known is not None:
+            entry_known = sk.joined(self.known, self.weights_now, divide=True)
+            inside = torch.stack([(sketch * v) @ sk.owners for v in entry_known], dim=1)
+            for i, at, r, v in of_exact:
+                inside[at : at + len(r), :, i] += _contract_rows(sk.table(i, self.known[i], self.weights_now[i]), r, v)
+            beyond = exact - inside
+        square = entry_known.square() @ sk.owners
+        some = (sk.columns + EVERY - 1) // EVERY
+        rest = torch.zeros(k, some, dtype=sk.dtype, device=sk.device)
+        rest_rows = torch.zeros(n, k, dtype=sk.dtype, device=sk.device)
+        return SketchEntry(self.epoch, sketch, beyond, entry_known, square, rows, rest, rest_rows)
+
+    def _replay(
+        self, replayed: Replayed, n: int, first: int, quietly: Any, sketch: Tensor, exact: Tensor, rows: list[Any]
+    ) -> None:
+        """Sketch what a module without a rule left, which runs again for it."""
+        sk = self.sketcher
+        for name, s in replayed.scored.items():
+            i = sk.scored.index(s)
+            for shape in replayed.shapes(name, n, quietly).values():
+                g = Formed(shape.form().reshape(n, -1).to(sk.dtype))
+                found = g.sketch(sk.signs[i], self.weights_now[i], sk.plans[i])
+                sketch[first : first + n, sk.places[i]] += found[0]
+                if len(found) == 3:
+                    rows.append((i, first, from_bits(found[2]), found[1]))
+                if self.known_whole.get(i) is not None:
+                    exact[first : first + n, :, i] += g.contract(self.known_whole[i].reshape(len(self.known_whole[i]), -1).to(sk.dtype))
+
+    def fits(self, open_: list[SketchEntry], sums: Tensor) -> Tensor:
+        """Return f, ``[steps, k, parameters]``: how much of Sv⁰ is in SD, for steps of one epoch."""
+        known = torch.stack([e.known for e in open_])
+        square = torch.stack([e.known_square for e in open_])
+        inner = (known * sums) @ self.sketcher.owners
+        return torch.where(square > 0, inner / torch.where(square > 0, square, 1.0), 0.0)
+
+    def _by_epoch(self, all_: list[SketchEntry]) -> list[tuple[int, slice]]:
+        found: list[tuple[int, slice]] = []
+        start = 0
+        for i in range(1, len(all_) + 1):
+            if i == len(all_) or all_[i].epoch != all_[start].epoch:
+                found.append((all_[start].epoch, slice(start, i)))
+                start = i
+        return found
+
+    def parts(self, entry: SketchEntry | None, kappa: Numbers, direction: Direction, note: bool = False) -> Tensor:
+        """Return what every open row gets, ``[rows, k]``; ``note`` it for the error, too."""
+        sk = self.sketcher
+        all_ = [*self.entries, *([] if entry is None else [entry])]
+        moving = np.flatnonzero(kappa.any(0))
+        same = len(moving) == 0 or bool((kappa[:, moving] == kappa[:, moving[:1]]).all())
+        counts = torch.tensor(kappa, dtype=sk.dtype, device=sk.device)
+        found: list[Tensor] = []
+        for epoch, group in self._by_epoch(all_):
+            weights, some = self.epochs[epoch], all_[group]
+            sums = sk.joined(direction.sums, weights, divide=True)
+            if same and len(moving):
+                still = torch.ones(len(sk.scored), dtype=sk.dtype, device=sk.device)
+                still[[i for i in range(len(sk.scored)) if i not in set(moving.tolist())]] = 0.0
+                sums = sums * (sk.owners @ still)
+            f = self.fits(some, sums)
+            tables = {i: sk.table(i, direction.sums[i], weights[i]) for i in {i for e in some for i, *_ in e.rows}}
+            for j, e in enumerate(some):
+                k_e = counts[group.start + j]
+                if same:
+                    part = (e.sketch @ sums.t()) * (kappa[group.start + j, moving[0]] if len(moving) else 0.0)
+                else:
+                    part = e.sketch @ (sums * (sk.owners @ k_e)).t()
+                part = part + torch.einsum("nkl,kl->nk", e.beyond, f[j] * k_e)
+                spread = torch.zeros_like(part)
+                for i, first, rows, values in e.rows:
+                    if kappa[group.start + j, i] != 0.0:
+                        part[first : first + len(rows)] += _contract_rows(tables[i], rows, values) * k_e[i]
+                        if note:
+                            square = _contract_rows(tables[i].square(), rows, values.square())
+                            spread[first : first + len(rows)] += square * k_e[i] ** 2
+                if note:
+                    columns = k_e @ sk.owners.t()[:, ::EVERY]
+                    fitted = (f[j] @ sk.owners.t()[:, ::EVERY]) * e.known[:, ::EVERY]
+                    e.rest += (sums[:, ::EVERY] - fitted) * columns
+                    e.rest_rows += spread.sqrt()
+                found.append(part.double())
+        return torch.cat(found)
+
+    def weights(self, entry: SketchEntry) -> Tensor:
+        """Return the norm of every row's sketch, by which a rest is spread, ``[rows]``."""
+        return torch.cat([_norms(e) for e in [*self.entries, entry]])
+
+    def push(self, entry: SketchEntry) -> None:
+        """Keep the coming step's rows."""
+        self.entries.append(entry)
+
+    def errors(self, count: int, columns: int) -> list[Tensor]:
+        """Return the estimated errors of the oldest steps' rows, ``[n, k]`` each.
+
+        The variance of ⟨Sg, SV⟩ is about Σ_b (Sg)_b² (SV)_b² over the buckets that hold more than one entry; it is mixed with the
+        step's mean, since single estimates of a variance are rough.
+        """
+        lossy = torch.cat([torch.full((p.stop - p.start,), float(not self.sketcher.plans[i].exact)) for i, p in self._places()])
+        lossy = lossy.to(self.sketcher.device, self.sketcher.dtype)[::EVERY]
+        found = []
+        for e in self.entries[:count]:
+            own = (e.sketch[:, ::EVERY].square() * lossy) @ e.rest.square().t() * EVERY + e.rest_rows.square()
+            found.append((0.5 * own + 0.5 * own.mean(0)).sqrt().double())
+        return found
+
+    def _places(self) -> list[tuple[int, slice]]:
+        return list(self.sketcher.places.items())
+
+    def drop(self, count: int) -> None:
+        """Let the oldest steps go."""
+        self.entries = self.entries[count:]
+        self._forget_epochs()
+
+    def nbytes(self) -> int:
+        """Return the memory of what is kept."""
+        kept = sum(x.nbytes for e in self.entries for x in (e.sketch, e.beyond, e.known, e.rest))
+        return kept + sum(x.nbytes for e in self.entries for _, _, r, v in e.rows for x in (r, v))
+
+
+def _contract_rows(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[k, rows, J]``."""
+    return torch.stack([(t[rows] * values).flatten(1).sum(1) for t in table], dim=1)
+
+
+def _norms(e: SketchEntry) -> Tensor:
+    squares = e.sketch.square().sum(1)
+    for _, first, _, values in e.rows:
+        squares[first : first + len(values)] += values.square().flatten(1).sum(1)
+    return squares.sqrt().double()
