@@ -86,7 +86,7 @@ def curate(
         quota: ``COLUMN=FRACTION`` keeps that share of every value of a column, ``COLUMN:VALUE=FRACTION`` of one value.
         validation: The sets to judge by (default: all).
         combine: How several sets become one verdict: see ``COMBINE``.
-        view: How contributions are seen.
+        view: How uses are seen.
         z: The default rule drops what is negative by more than ``z`` standard errors (without folds: what is negative).
         drop_unused: Drop samples that were never used; they are kept otherwise, as nothing speaks against them.
         by: The column of which the card tells shares (default: ``domain`` if there is one).
@@ -362,6 +362,7 @@ def _card(c: Curation, found: Info, fmt: str, drop_unused: bool) -> str:
         f"- Scored by inrun (In-Run Data Shapley) with method {_shown(about.get('method', '?'))}, update "
         f"{_shown(about.get('update', '?'))}, model {_shown(about.get('model', 'not named'))}; "
         f"run {_shown(about.get('run_id', '?'))}",
+        *_credit_line(found),
         f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",
         f"- Steps covered: {found.first_step} to {found.last_step} ({found.steps:,} steps, {found.rows:,} contributions, "
         f"{sum(found.skipped.values()):,} steps not scored)",
@@ -379,6 +380,14 @@ def _card(c: Curation, found: Info, fmt: str, drop_unused: bool) -> str:
         if len(c.groups) > 200:
             lines.append(f"\nand {len(c.groups) - 200:,} more values")
     return front + "\n".join(lines) + "\n"
+
+
+def _credit_line(found: Info) -> list[str]:
+    """Say that scores are whole credit; the step game needs no line."""
+    if found.credit != "whole":
+        return []
+    still = f"; the uses of {found.pending:,} steps are pending and count with the part of their own step" if found.pending else ""
+    return [f"- Scores are whole credit: what each use earned over all later steps, through the optimizer's momentum{still}"]
 
 
 def _shown_words(text: str) -> str:

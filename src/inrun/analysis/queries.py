@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from inrun.errors import ConfigurationError
-from inrun.ledger import LedgerReader, Skip
+from inrun.ledger import LedgerReader, Skip, credit_of
 from inrun.ledger import scores as sums
 from inrun.ledger.manifest import FOLDER, TABLES
 from inrun.ledger.reader import reader_of
@@ -48,14 +48,14 @@ def score_batches(source: Source, validation: Names = None, view: str = "plain")
 
 
 def left_out(source: Source, view: str, validation: Names = None) -> int:
-    """Return the number of contributions that a view cannot use: those of steps without a learning rate, for ``per_lr``."""
+    """Return the number of rows of ``uses`` that a view cannot show: those of steps without a learning rate, for ``per_lr``."""
     check_view(view)
     if view != "per_lr":
         return 0
     with reader_of(source).tables() as tables:
         labels = [label for labels in tables.choose(validation).values() for label in labels]
         known = "SELECT step FROM accounts WHERE lr > 0"
-        count = f"SELECT count(*) FROM contributions WHERE step NOT IN ({known}) AND list_contains($labels::VARCHAR[], validation)"
+        count = f"SELECT count(*) FROM uses WHERE step NOT IN ({known}) AND list_contains($labels::VARCHAR[], validation)"
         return int(tables.row(count, labels=labels)[0])
 
 
@@ -79,7 +79,7 @@ def groups(
         validation: Sets to look at.
         stages: Number of step ranges; never more than there are steps.
         cumulative: A stage counts everything up to its end.
-        view: How contributions are seen.
+        view: How uses are seen.
     """
     check_view(view)
     if stages is not None and (isinstance(stages, bool) or not isinstance(stages, int) or stages < 1):
@@ -130,7 +130,7 @@ def _group_sql(column: str) -> str:
 
 
 def _over_stages(tables: Tables, sets: dict[str, list[str]], column: str, stages: int, cumulative: bool, view: str) -> pa.Table:
-    first, last = tables.row("SELECT min(step), max(step) FROM contributions")
+    first, last = tables.row("SELECT min(step), max(step) FROM uses")
     span = last - first + 1
     stages = min(stages, span)
     bucket = f"((step - {first})::HUGEINT * {stages} // {span})::BIGINT"
@@ -189,8 +189,10 @@ def extremes(source: Source, n: int, validation: Names = None, largest: bool = T
         tables.check_rows()
         add_up(tables, tables.choose(validation), Ask(view))
         order = "score DESC" if largest else "score"
-        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in tables.columns if c != "sample_id")
-        names = "".join(f", meta.{quoted(c)}" for c in tables.columns if c != "sample_id")
+        # Columns that were registered before answers had one of that name are left out.
+        shown = [c for c in tables.columns if c.lower() not in SCORES.names]
+        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in shown)
+        names = "".join(f", meta.{quoted(c)}" for c in shown)
         found = f"""
             WITH placed AS (SELECT *, row_number() OVER (PARTITION BY validation ORDER BY {order}, sample_id) AS place
                             FROM scored),
@@ -233,7 +235,7 @@ class Info:
 
     path: str
     about: dict[str, Any]
-    #: Steps in the accounts or the contributions; how many of them scored nothing, by reason.
+    #: Steps in the accounts or with uses of samples; how many of them scored nothing, by reason.
     steps: int
     first_step: int | None
     last_step: int | None
@@ -247,6 +249,11 @@ class Info:
     columns: list[str]
     lr_low: float | None
     lr_high: float | None
+    #: What scores add up, "whole" or "step"; rows of credits, steps that were settled, and steps with uses that are pending.
+    credit: str
+    credit_rows: int
+    settled: int
+    pending: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -256,12 +263,12 @@ class Info:
 def info(source: Source) -> Info:
     """Count what a run holds; also works on one that holds nothing yet."""
     with reader_of(source).tables() as tables:
-        steps = "SELECT step FROM contributions UNION SELECT step FROM accounts"
+        steps = "SELECT step FROM uses UNION SELECT step FROM accounts"
         count, first, last = tables.row(f"SELECT count(*), min(step), max(step) FROM ({steps})")
         reasons = "SELECT skipped, count(DISTINCT step) FROM accounts WHERE skipped IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1"
         used, unknown = tables.row(
             "SELECT count(*), count(*) FILTER (sample_id NOT IN (SELECT sample_id FROM samples)) "
-            "FROM (SELECT DISTINCT sample_id FROM contributions)"
+            "FROM (SELECT DISTINCT sample_id FROM uses)"
         )
         low, high = tables.row("SELECT min(lr), max(lr) FROM accounts")
         return Info(
@@ -280,6 +287,10 @@ def info(source: Source) -> Info:
             columns=[c for c in tables.columns if c != "sample_id"],
             lr_low=low,
             lr_high=high,
+            credit=credit_of(tables.run.about),
+            credit_rows=tables.row("SELECT count(*) FROM credits")[0],
+            settled=tables.row("SELECT count(DISTINCT step) FROM credits")[0],
+            pending=tables.row("SELECT count(DISTINCT step) FROM uses WHERE pending")[0] if tables.whole else 0,
         )
 
 

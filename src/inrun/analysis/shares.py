@@ -13,6 +13,7 @@ import pyarrow as pa
 from inrun.analysis.queries import Source, groups
 from inrun.analysis.summary import summarise
 from inrun.errors import ConfigurationError, LedgerError
+from inrun.ledger import credit_of
 from inrun.ledger.reader import reader_of
 from inrun.ledger.tables import some
 
@@ -20,10 +21,12 @@ RULE = (
     "each group gets the share of the pool that its total score has in the sum of all positive totals; groups with a total of zero "
     "or less get nothing; rounded to cents by largest remainder, so that the shares sum to the pool"
 )
-MOMENTUM = (
-    "momentum carries the pushes of earlier samples on; that part of the fall is in the "
-    "optimizer's account and is not shared out here"
-)
+MOMENTUM = {
+    "step": "momentum carries the pushes of earlier samples on; that part of the fall is in the "
+    "optimizer's account and is not shared out here",
+    "whole": "what momentum carries on is credited to the samples that pushed; weight decay, momentum from before scoring began "
+    "and the residual are not shared out here",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Shares:
     fall: float | None
     data: float | None
     audited: int
+    #: What the totals add up ("whole" or "step" credit), and how many uses are pending: theirs may still change.
+    credit: str = "step"
+    pending: int = 0
 
     @property
     def covered(self) -> float | None:
@@ -63,12 +69,15 @@ class Shares:
 
     def coverage(self) -> str:
         """Say what the totals are a share of."""
+        momentum = MOMENTUM[self.credit]
+        if self.pending:
+            momentum += f"; {self.pending:,} uses are pending, and their credit may still change"
         if self.data is None or self.fall is None:
-            return f"no step was audited, so it is not known what share of the loss's fall the data account covers; {MOMENTUM}"
+            return f"no step was audited, so it is not known what share of the loss's fall the data account covers; {momentum}"
         share = f"{100 * self.data / self.fall:.1f} % of it" if self.fall > 0 else "no share of it can be named"
         return (
             f"over {self.audited} audited steps the validation loss fell by {self.fall:.6g}; the data account, "
-            f"{self.data:.6g}, covers {share}; {MOMENTUM}"
+            f"{self.data:.6g}, covers {share}; {momentum}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def shares(
         pool_cents: The pool, in cents.
         by: A column of the samples table.
         validation: The set that decides; may be left out where there is only one.
-        view: How contributions are seen.
+        view: How uses are seen.
         include_unowned: Whether samples without a value share, too, as one group; otherwise they get nothing.
     """
     if isinstance(pool_cents, bool) or not isinstance(pool_cents, int) or pool_cents < 1:
@@ -146,6 +155,8 @@ def shares(
             )
         ((name, labels),) = tables.choose(validation or list(tables.sets())).items()
         accounts = tables.table("SELECT * FROM accounts WHERE list_contains($labels::VARCHAR[], validation)", labels=labels)
+        pending = "SELECT count(*) FROM uses WHERE pending AND validation = $label"
+        open_uses = tables.row(pending, label=labels[0])[0] if tables.whole else 0
     rows = groups(reader, by, name, view=view).to_pylist()
     if not rows:
         raise LedgerError(
@@ -171,6 +182,8 @@ def shares(
         fall=fall,
         data=data,
         audited=audited,
+        credit=credit_of(reader.about),
+        pending=open_uses,
     )
 
 

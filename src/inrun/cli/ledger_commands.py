@@ -27,10 +27,18 @@ def _one_output(as_json: bool, as_csv: bool) -> None:
         raise ConfigurationError("--json and --csv are two different outputs; give one of them")
 
 
-def _head(view: str, out: int) -> dict[str, Any]:
-    from inrun.ledger import SIGN, UNIT
+def _head(run: str, view: str, out: int) -> dict[str, Any]:
+    from inrun.ledger import SIGN, UNIT, Ledger, credit_of
 
-    return {"sign": SIGN, "unit": UNIT, "view": view, "contributions_left_out": out}
+    credit = credit_of(Ledger.open(run).about)
+    return {"sign": SIGN, "unit": UNIT, "view": view, "credit": credit, "contributions_left_out": out}
+
+
+def _said_view(run: str, view: str) -> str:
+    """Say how uses are seen and, where it is not the step's own part that counts, what they earn."""
+    from inrun.ledger import Ledger, credit_of
+
+    return f"{view}, whole credit" if credit_of(Ledger.open(run).about) == "whole" else view
 
 
 def _say_left_out(out: int) -> None:
@@ -67,7 +75,7 @@ def scores(
     as_json: bool,
     as_csv: bool,
 ) -> None:
-    """Print what samples were worth: the sum of their contributions. Positive = the sample lowered the validation loss."""
+    """Print what samples were worth: the sum over their uses. Positive = the sample lowered the validation loss."""
     from inrun.analysis import queries
     from inrun.cli import ledger_tables as show
     from inrun.ledger.schema import SCORES
@@ -90,19 +98,19 @@ def scores(
         _check_rows(run, names)
         rows = show.rows_of(queries.score_batches(run, names, view))
         if as_json:
-            show.echo_json_rows(_head(view, out), rows)
+            show.echo_json_rows(_head(run, view, out), rows)
         else:
             show.echo_csv(SCORES.names, rows)
         return
     wanted = [(top, True)] if top else [(bottom, False)] if bottom else [(10, True), (10, False)]
     found = [(queries.extremes(run, n or 10, names, largest, view), largest) for n, largest in wanted]
     if as_json:
-        show.echo_json_rows(_head(view, out), show.rows_of(t for t, _ in found))
+        show.echo_json_rows(_head(run, view, out), show.rows_of(t for t, _ in found))
     elif as_csv:
         show.echo_csv(found[0][0].column_names, show.rows_of(t for t, _ in found))
     else:
         for table, largest in found:
-            show.print_scores(table, f"{'highest' if largest else 'lowest'} scores, view {view}")
+            show.print_scores(table, f"{'highest' if largest else 'lowest'} scores, view {_said_view(run, view)}")
         if len(wanted) > 1:
             sets = sorted(set(found[0][0]["validation"].to_pylist()))
             show.print_agreement([queries.agreement(run, a, b, view) for a, b in list(combinations(sets[:4], 2))])
@@ -155,11 +163,11 @@ def groups(
     found = queries.groups(run, by, list(validation) or None, stages, cumulative, view)
     out = queries.left_out(run, view, list(validation) or None)
     if as_json:
-        show.echo_json_rows({"by": by, **_head(view, out)}, show.rows_of([found]))
+        show.echo_json_rows({"by": by, **_head(run, view, out)}, show.rows_of([found]))
     elif as_csv:
         show.echo_csv(found.column_names, show.rows_of([found]))
     else:
-        show.print_groups(found, by, view)
+        show.print_groups(found, by, _said_view(run, view))
         _say_left_out(out)
         unknown = queries.info(run).used_without_metadata
         if unknown:

@@ -130,12 +130,18 @@ def print_scores(found: pa.Table, title: str) -> None:
         by_set.setdefault(row["validation"], []).append(row)
     for name, rows in by_set.items():
         errors = any(r["standard_error"] is not None for r in rows)
-        columns = [("sample", True), ("score", True), *([("± error", True)] if errors else []), ("uses", True), ("steps", True)]
+        estimates = any(r["estimate_error"] is not None for r in rows)
+        pending = any(r["pending"] for r in rows)
+        columns = [("sample", True), ("score", True), *([("± error", True)] if errors else [])]
+        columns += [*([("± estimate", True)] if estimates else []), ("uses", True), *([("pending", True)] if pending else [])]
+        columns += [("steps", True)]
         table = _table(f"{name}: {title}", [*columns, *((c, False) for c in shown), *([(text, False)] if text else [])])
         for row in rows:
             cells: list[Any] = [str(row["sample_id"]), _number(row["score"])]
             cells += [_number(row["standard_error"], ".2g")] if errors else []
-            cells += [str(row["times_used"]), f"{row['first_step']}-{row['last_step']}"]
+            cells += [_number(row["estimate_error"], ".2g")] if estimates else []
+            cells += [str(row["times_used"]), *([str(row["pending"])] if pending else [])]
+            cells += [f"{row['first_step']}-{row['last_step']}"]
             cells += [_text(row[c] or "", 24) for c in shown] + ([_text(row[text] or "", 60)] if text else [])
             table.add_row(*cells)
         _console().print(table)
@@ -188,6 +194,8 @@ def print_info(i: Info) -> None:
     for reason, count in list(i.skipped.items())[:10]:
         say(f"             {count:,}: {printable(reason, 200)}")
     say(f"rows       {i.rows:,} contributions, {i.nbytes:,} bytes in all")
+    if i.credit == "whole":
+        say(f"credit     whole: {i.settled:,} steps settled, {i.pending:,} pending; {i.credit_rows:,} credits")
     named = [printable(n, 60) + (f" ({k} folds)" if k > 1 else "") for n, k in i.validation.items()]
     more = f" and {len(named) - 12} more" if len(named) > 12 else ""
     say(f"validation {', '.join(named[:12]) or 'none yet'}{more}")

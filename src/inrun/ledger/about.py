@@ -6,9 +6,10 @@ import json
 import platform
 import secrets
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +36,16 @@ def read_about(run: Path) -> dict[str, Any]:
     if not isinstance(schema, int) or schema > SCHEMA:
         raise LedgerError(f"{run} was written with ledger schema {schema!r}; this inrun reads up to {SCHEMA}: install a newer one")
     return dict(about)
+
+
+def credit_of(about: Mapping[str, Any]) -> Literal["whole", "step"]:
+    """Say what the scores of a run add up, by what ``run.json`` says.
+
+    Returns:
+        "whole" if a use of a sample earns credit over all later steps, through the optimizer's momentum; "step" if only the step
+        itself counts.
+    """
+    return "whole" if about.get("credit") == "whole" else "step"
 
 
 def describe_run(about: dict[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import time
 from typing import Any
@@ -12,8 +11,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from inrun.errors import LedgerError
-from inrun.ledger.record import StepRecord
+from inrun.ledger.record import SettledCredits, StepRecord
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.settled import check_ids, check_step, credit_table
 
 #: Rows that are held in memory at most, whatever ``flush_every`` says.
 MOST_ROWS = 1_000_000
@@ -35,13 +35,14 @@ class Buffer:
         """Forget what was written, and start to count anew."""
         self._columns: list[tuple[int, npt.NDArray[np.int64], str, npt.NDArray[np.float32]]] = []
         self._accounts: list[dict[str, Any]] = []
+        self._settled: list[SettledCredits] = []
         self._count = 0
         self._since = time.monotonic()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits."""
-        return not self._columns and not self._accounts
+        return not self._columns and not self._accounts and not self._settled
 
     @property
     def is_due(self) -> bool:
@@ -56,9 +57,16 @@ class Buffer:
         self._accounts += step.accounts
         self._count += sum(len(values) for _, values in step.columns)
 
+    def settle(self, settled: list[SettledCredits]) -> None:
+        """Hold settled credits, too."""
+        self._settled += [s for s in settled if len(s.sample_ids) and s.credits]
+        self._count += sum(len(s.sample_ids) * len(s.credits) for s in settled)
+
     def tables(self) -> dict[str, pa.Table]:
         """Return what waits, by table; ValueError, TypeError, OverflowError or ArrowException if it does not fit the columns."""
         found = {"contributions": contribution_table(self._columns)} if self._columns else {}
+        if self._settled:
+            found["credits"] = credit_table(self._settled)
         if self._accounts:
             found["accounts"] = pa.Table.from_pylist(self._accounts, schema=ACCOUNTS)
         return found
@@ -69,18 +77,8 @@ class CheckedStep:
 
     def __init__(self, record: StepRecord) -> None:
         """Check and copy."""
-        try:
-            self.step = operator.index(record.step)
-        except TypeError:
-            self.step = -1
-        if not 0 <= self.step < 2**62:
-            raise LedgerError(f"step is {record.step!r}; it must be an integer of at least 0")
-        ids = np.array(record.sample_ids)  # copies: the caller may use its arrays again
-        if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or (ids.dtype == np.uint64 and ids.max() >= 2**63))):
-            raise LedgerError(
-                f"step {self.step}: sample ids are {ids.dtype} of shape {ids.shape}; they must be a row of integers below 2^63"
-            )
-        self.sample_ids: npt.NDArray[np.int64] = ids.astype(np.int64)
+        self.step = check_step(record.step)
+        self.sample_ids = check_ids(self.step, record.sample_ids)
         self.columns = [(label, self._column(label, given)) for label, given in record.contributions.items()]
         strange = [row.get("step") for row in record.accounts if row.get("step") != self.step]
         if strange:

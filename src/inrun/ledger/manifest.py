@@ -3,7 +3,7 @@
 Each entry is one JSON line with the hash of the entry before it. Kinds:
 
 ``begin``    the run: its id, and the hash of ``run.json``
-``flush``    parts that were written (contributions and accounts of some steps)
+``flush``    parts that were written (contributions and accounts of some steps, and credits that were settled)
 ``samples``  a part of the samples table
 ``resume``   the run went on from an earlier entry: ``flush`` entries after ``keep`` no longer count
 ``drop``     parts that were set aside by ``inrun repair``
@@ -30,7 +30,7 @@ from inrun.errors import LedgerError
 from inrun.files import Files, write_durably
 
 FOLDER = "manifest"
-TABLES = ("contributions", "accounts", "samples")
+TABLES = ("contributions", "credits", "accounts", "samples")
 KINDS = ("begin", "flush", "samples", "resume", "drop", "about", "gap")
 
 
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def table(self) -> str:
-        """Return the table it belongs to: contributions, accounts or samples."""
+        """Return the table it belongs to, one of ``TABLES``."""
         return self.path.split("/", 1)[0]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +12,43 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from inrun.errors import LedgerError
+from inrun.ledger.about import credit_of
 from inrun.ledger.labels import set_of
-from inrun.ledger.record import StepRecord
+from inrun.ledger.memory_scores import Credited, sum_up, uses_of
+from inrun.ledger.record import SettledCredits, StepRecord
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, SCORES
+from inrun.ledger.settled import SettledSteps, check_settlement, credit_table
 from inrun.ledger.writer import Ledger
 
 
 class MemoryLedger:
-    """Keeps all records of a run in memory and adds them up on demand."""
+    """Keeps all records of a run in memory and adds them up on demand.
 
-    def __init__(self) -> None:
+    Args:
+        about: What ``run.json`` would say; ``credit`` decides whether uses without a settled credit are pending.
+
+    Attributes:
+        about: The same.
+    """
+
+    def __init__(self, about: dict[str, Any] | None = None) -> None:
         """Start empty."""
+        self.about = dict(about or {})
         self._records: list[StepRecord] = []
+        self._credits: list[SettledCredits] = []
+        self._settled = SettledSteps()
+        self._at_step = 0
 
     def write(self, record: StepRecord) -> None:
-        """Add one step."""
+        """Add one step, and the credits that were settled when it was finished."""
+        at_step = max(self._at_step, record.step + 1)
+        self._credits += self._settled.take(record.settled, at_step)
         self._records.append(record)
+        self._at_step = at_step
+
+    def settle(self, settled: Sequence[SettledCredits]) -> None:
+        """Add credits that are settled without a step, as when a run is closed; LedgerError if one was settled already."""
+        self._credits += self._settled.take(settled, self._at_step)
 
     def _column(self, label: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return steps, sample ids and contributions of a label, in the order written."""
@@ -45,50 +68,43 @@ class MemoryLedger:
             parts.append(pa.table([pa.array(steps), pa.array(ids), names, pa.array(values)], schema=CONTRIBUTIONS))
         return pa.concat_tables(parts).combine_chunks() if parts else CONTRIBUTIONS.empty_table()
 
+    def credits(self) -> pa.Table:
+        """Return every settled credit, in the order settled; empty in the step game."""
+        return credit_table(self._credits)
+
     def accounts(self) -> pa.Table:
         """Return the accounts: one row per step and validation label (a set, one of its points, or one of its folds)."""
         return pa.Table.from_pylist([row for record in self._records for row in record.accounts], schema=ACCOUNTS)
 
-    def scores(self) -> pa.Table:
+    def scores(self, *, open_credits: Sequence[SettledCredits] = ()) -> pa.Table:
         """Return one row per sample and validation set; sets in the order they were first written, samples by id.
 
-        ``score`` is the sum of contributions; of a set in folds it is their mean, and ``standard_error`` tells its error.
+        ``score`` is the sum over uses of the settled credit, or of the contribution where none is settled; of a set in folds it is
+        their mean, and ``standard_error`` tells its error. See :meth:`inrun.ledger.LedgerReader.scores`.
+
+        Args:
+            open_credits: Credit so far of windows that are open; it takes the place of the contributions and counts as pending.
         """
+        given = [check_settlement(s) for s in open_credits]
+        credited = [Credited(s, False) for s in self._credits] + [Credited(s, True) for s in given if s.step not in self._settled]
         sets: dict[str, list[str]] = {}
-        for label in self._labels():
+        for label in dict.fromkeys([*self._labels(), *(label for c in credited for label in c.credits.credits)]):
             sets.setdefault(set_of(label), []).append(label)
-        parts = [self._sum_up(name, labels) for name, labels in sets.items()]
+        parts = [self._sum_up(name, labels, credited) for name, labels in sets.items()]
         return pa.concat_tables(parts) if parts else SCORES.empty_table()
 
-    def _sum_up(self, name: str, labels: list[str]) -> pa.Table:
-        columns = [self._column(label) for label in labels]
-        steps, ids, _ = columns[0]
-        order = np.argsort(ids, kind="stable")
-        unique, start, counts = np.unique(ids[order], return_index=True, return_counts=True)
-
-        def gather(how: Any, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            return how.reduceat(values[order], start) if len(ids) else values[order]
-
-        sums = np.stack([gather(np.add, values.astype(np.float64)) for _, _, values in columns])
-        k = len(labels)
-        error = sums.std(axis=0, ddof=1) / k**0.5 if k > 1 else np.full(len(unique), np.nan)
-        answer = {
-            "sample_id": unique,
-            "validation": pa.array([name] * len(unique), pa.string()),
-            "score": sums.mean(axis=0),
-            "standard_error": pa.array(error, from_pandas=True),
-            "times_used": counts.astype(np.int64),
-            "first_step": gather(np.minimum, steps),
-            "last_step": gather(np.maximum, steps),
-        }
-        return pa.table(answer, schema=SCORES)
+    def _sum_up(self, name: str, labels: list[str], credited: list[Credited]) -> pa.Table:
+        folds = [uses_of(label, self._records, credited, credit_of(self.about) == "whole") for label in labels]
+        own = [uses_of(label, self._records, (), False) for label in labels] if credited else None
+        return sum_up(name, folds, own)
 
     def save(self, folder: str | Path, about: dict[str, Any]) -> Path:
         """Write what is held so far as a ledger, with ``about`` in ``run.json``; refuses a folder that has a run already."""
         path = Path(folder)
         if (path / "run.json").exists():
             raise LedgerError(f"{path} holds a run already; give a new folder")
-        with Ledger(path, flush_every="1h", about=about) as ledger:
+        with Ledger(path, flush_every="1h", about={**self.about, **about}) as ledger:
             for record in self._records:
-                ledger.write(record)
+                ledger.write(replace(record, settled=()))
+            ledger.settle(self._credits)
         return path

@@ -15,8 +15,10 @@ import pyarrow.compute as pc
 from inrun.errors import LedgerError
 from inrun.files import Files, put_folder
 from inrun.ledger.manifest import ManifestEntry
+from inrun.ledger.parts import steps_of
 from inrun.ledger.reader import LedgerReader
 from inrun.ledger.saved import refuse_old_save
+from inrun.ledger.settled import SettledSteps
 from inrun.ledger.writer import Ledger
 
 
@@ -53,9 +55,22 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
 
 def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerReader, ManifestEntry]]) -> None:
     with Ledger(folder, flush_every="1h", about=about) as ledger:
+        settled: dict[int, SettledSteps] = {}
         for reader, entry in chosen:
             ledger.adopt(entry, reader.path)
+            _refuse_settled_twice(settled.setdefault(entry.rank, SettledSteps()), reader, entry)
         _refuse_conflicts(ledger.samples())
+
+
+def _refuse_settled_twice(settled: SettledSteps, reader: LedgerReader, entry: ManifestEntry) -> None:
+    """A step may be settled in one entry of a rank; two copies that parted may each have settled it at another moment."""
+    for step in (s for part in entry.parts if part.table == "credits" for s in steps_of(reader.path, part)):
+        if step in settled:
+            raise LedgerError(
+                f"step {step} of rank {entry.rank} was settled twice, the second time in {reader.path}: its credit would count "
+                "twice. Resume one of the ledgers from the checkpoint where they part, or merge only what follows"
+            )
+        settled.add(step)
 
 
 def _refuse_conflicts(samples: pa.Table | None) -> None:
@@ -73,7 +88,7 @@ def _refuse_conflicts(samples: pa.Table | None) -> None:
 def _joint_about(readers: list[LedgerReader]) -> dict[str, Any]:
     first = readers[0]
     for other in readers[1:]:
-        for key in ("run_id", "method", "update"):
+        for key in ("run_id", "method", "update", "credit"):
             if other.about.get(key) != first.about.get(key):
                 raise LedgerError(
                     f"{first.path} and {other.path} differ in {key} ({first.about.get(key)!r} and {other.about.get(key)!r}); "

@@ -6,18 +6,20 @@ import io
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from inrun.errors import LedgerError
 from inrun.ledger.manifest import Part, check_relative
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
 
 #: Bytes of a part from which reading it in several threads pays.
 THREADS_FROM = 1 << 20
 #: Tables whose columns are fixed; the user chooses those of the samples.
-FIXED = {"contributions": CONTRIBUTIONS, "accounts": ACCOUNTS}
-#: Columns of the accounts that books of an older release lack.
-NEWEST = ("lr_by_optimizer", "clip_by_optimizer")
+FIXED = {"contributions": CONTRIBUTIONS, "credits": CREDITS, "accounts": ACCOUNTS}
+#: Columns of the accounts that books of an older release may lack.
+NEWEST = ("lr_by_optimizer", "clip_by_optimizer", "inherited", "points")
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -40,12 +42,24 @@ def read_part(table: str, file: str) -> pa.Table:
     return _with_columns(found, FIXED[table]) if table in FIXED else found
 
 
+def steps_of(run: Path, part: Part) -> list[int]:
+    """Return the steps that a part has rows of, in order; LedgerError if it cannot be read."""
+    file = run / check_relative(part.path)
+    try:
+        steps = pq.read_table(file, columns=["step"], page_checksum_verification=True)["step"].to_numpy()
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise LedgerError(
+            f"{file} cannot be read: {error}. `inrun verify` names all damage, `inrun repair` saves the rest"
+        ) from error
+    return [int(step) for step in np.unique(steps)]
+
+
 def has_columns(table: str, schema: pa.Schema) -> bool:
-    """Whether a part has the columns of its table; an older release left the newest out, which come last."""
+    """Whether a part has the columns of its table; an older release left out some of the newest."""
     wanted = FIXED.get(table)
     if wanted is None or schema.equals(wanted):
         return True
-    older = [field for field in wanted if field.name not in NEWEST]
+    older = [field for field in wanted if field.name not in NEWEST or field.name in schema.names]
     return table == "accounts" and schema.equals(pa.schema(older))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from inrun.errors import LedgerError
 from inrun.ledger.about import read_about
 from inrun.ledger.manifest import FOLDER, Chain, Part, survey
 from inrun.ledger.parts import flaw_of, read_part
+from inrun.ledger.record import SettledCredits
 from inrun.ledger.saved import is_old_save, old_files
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
 from inrun.ledger.scores import Names, score_table
 from inrun.ledger.tables import Tables, connect
 
@@ -104,6 +105,10 @@ class LedgerReader:
         """Return every contribution, in the order written. Loads all of it: for large runs use :meth:`tables`."""
         return self._read("contributions", CONTRIBUTIONS)
 
+    def credits(self) -> pa.Table:
+        """Return every settled credit, in the order settled; empty in the step game. Loads all of it, as `contributions` does."""
+        return self._read("credits", CREDITS)
+
     def accounts(self) -> pa.Table:
         """Return the accounts: one row per step and validation label (a set, one of its points, or one of its folds)."""
         return self._read("accounts", ACCOUNTS)
@@ -113,17 +118,22 @@ class LedgerReader:
         tables = self._load("samples")
         return pa.concat_tables(tables, promote_options="default") if tables else None
 
-    def scores(self, validation: Names = None, view: str = "plain") -> pa.Table:
+    def scores(self, validation: Names = None, view: str = "plain", *, open_credits: Sequence[SettledCredits] = ()) -> pa.Table:
         """Return one row per sample and validation set, ordered by validation set, then sample; the same bits on every call.
 
-        ``score`` is the sum of contributions in double precision (of a set in folds the mean of the folds' sums, with its standard
-        error; in the view ``rank`` the mean over uses). Positive = the sample lowered the validation loss.
+        ``score`` is the sum over uses, in double precision, of the settled credit, or of the contribution where none is settled (of
+        a set in folds the mean of the folds' sums, with its standard error; in the view ``rank`` the mean over uses).
+        ``step_score`` adds up contributions alone, ``pending`` counts the uses whose window is open, ``estimate_error`` is the
+        error of the credits' estimates. Positive = the sample lowered the validation loss.
 
         Args:
             validation: A set, several, or None for all.
-            view: How a contribution is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+            view: How a use is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+            open_credits: Credit so far of windows that are open. It takes the place of the contributions and counts as pending;
+                where a use is settled, the settled credit stands.
         """
         with self.tables() as tables:
+            tables.overlay(open_credits)
             return score_table(tables, validation, view)
 
     @contextmanager

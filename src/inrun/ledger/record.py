@@ -39,6 +39,23 @@ class Skip(enum.Enum):
 
 
 @dataclass(frozen=True)
+class SettledCredits:
+    """The settled credits of the uses of one step: what each sample earned over its whole window."""
+
+    #: The step of use.
+    step: int
+    #: ``[n]``, row j of the step at place j.
+    sample_ids: npt.NDArray[np.int64]
+    #: Per validation label, ``[n]``.
+    credits: dict[str, npt.NDArray[np.float32]]
+    #: The standard error of each credit's estimate, ``[n]``; 0 where it is exact. The same labels as ``credits``.
+    errors: dict[str, npt.NDArray[np.float32]]
+    #: ``[n]``, the share of the sample's push that was paid out when it settled: above 0.99 after a whole window, less where
+    #: training ended before.
+    paid: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One optimizer step."""
 
@@ -49,6 +66,8 @@ class StepRecord:
     contributions: dict[str, npt.NDArray[np.float32]]
     #: One row per validation label with the columns of ``schema.ACCOUNTS``; ``skipped`` is the text of a :class:`Skip`.
     accounts: list[dict[str, Any]] = field(default_factory=list)
+    #: What was settled when this step was finished: uses of earlier steps, or of this one.
+    settled: tuple[SettledCredits, ...] = ()
 
 
 class LedgerWriter(Protocol):

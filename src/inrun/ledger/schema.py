@@ -7,6 +7,18 @@ import pyarrow as pa
 CONTRIBUTIONS = pa.schema(
     [("step", pa.int64()), ("sample_id", pa.int64()), ("validation", pa.string()), ("contribution", pa.float32())]
 )
+#: ``step`` and ``row`` are those of the use; ``error`` is the standard error of the credit's estimate.
+CREDITS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("row", pa.int32()),
+        ("sample_id", pa.int64()),
+        ("validation", pa.string()),
+        ("credit", pa.float32()),
+        ("error", pa.float32()),
+        ("paid", pa.float32()),
+    ]
+)
 ACCOUNTS = pa.schema(
     [
         ("step", pa.int64()),
@@ -26,6 +38,9 @@ ACCOUNTS = pa.schema(
         # One number per optimizer; ``lr`` and ``clip`` are the first one's. Books written before these columns have nulls here.
         ("lr_by_optimizer", pa.list_(pa.float64())),
         ("clip_by_optimizer", pa.list_(pa.float64())),
+        # Of runs that keep whole credit: momentum from before scoring began, and points of the quadrature along the move.
+        ("inherited", pa.float64()),
+        ("points", pa.int64()),
     ]
 )
 SCORES = pa.schema(
@@ -37,5 +52,8 @@ SCORES = pa.schema(
         ("times_used", pa.int64()),
         ("first_step", pa.int64()),
         ("last_step", pa.int64()),
+        ("step_score", pa.float64()),
+        ("pending", pa.int64()),
+        ("estimate_error", pa.float64()),
     ]
 )

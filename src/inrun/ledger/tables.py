@@ -16,8 +16,12 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from inrun.errors import ConfigurationError, LedgerError
+from inrun.ledger.about import credit_of
 from inrun.ledger.labels import by_set, sets_of_accounts
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.record import SettledCredits
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
+from inrun.ledger.settled import check_settlement, credit_table
+from inrun.ledger.uses import show_contributions, show_credits
 
 #: What DuckDB may hold before it goes to a temporary folder on disk.
 MEMORY_LIMIT = "700MB"
@@ -40,21 +44,37 @@ def quoted(name: str) -> str:
 
 
 class Tables:
-    """A run's tables in DuckDB: ``contributions``, ``accounts`` and, where it was registered, ``samples``.
+    """A run's tables in DuckDB: ``contributions``, ``credits``, ``accounts`` and, where it was registered, ``samples``.
+
+    Questions about scores add up the view ``uses``; see :mod:`inrun.ledger.uses`.
 
     Attributes:
         run: Where they come from.
         connection: DuckDB's.
         columns: Those of the samples; none if none were registered.
+        whole: Whether credits count: the run keeps whole credit, or has credits. Otherwise uses are contributions, as they are.
     """
 
     def __init__(self, run: Run, connection: Any) -> None:
         """Take an open connection; see :meth:`inrun.ledger.LedgerReader.tables`."""
         self.run, self.connection = run, connection
         self._offer("contributions", CONTRIBUTIONS)
+        credited = bool(self._offer("credits", CREDITS))
         self._offer("accounts", ACCOUNTS)
         self.columns = self._offer("samples", pa.schema([("sample_id", pa.int64())]))
         self._sets: dict[str, list[str]] | None = None
+        self._pending = credit_of(run.about) == "whole"
+        self.whole = credited or self._pending
+        if credited:
+            show_credits(connection, self._pending)
+        else:
+            show_contributions(connection, self._pending)
+
+    def overlay(self, open_credits: Sequence[SettledCredits]) -> None:
+        """Show credit so far of open windows in ``uses``, as pending, in place of the contributions of these uses."""
+        if open_credits:
+            show_credits(self.connection, self._pending, credit_table([check_settlement(s) for s in open_credits]))
+            self.whole = True
 
     def _offer(self, table: str, schema: pa.Schema) -> list[str]:
         """Make a view over the files of a table; return its columns, none if it has no files."""
@@ -62,9 +82,15 @@ class Tables:
         if not files:
             self.connection.from_arrow(schema.empty_table()).create_view(table)
             return []
-        relation = self.connection.read_parquet(files, union_by_name=table != "contributions")
-        relation.create_view(table)
-        return list(relation.columns)
+        relation = self.connection.read_parquet(files, union_by_name=table not in ("contributions", "credits"))
+        if set(schema.names) <= set(relation.columns):
+            relation.create_view(table)
+            return list(relation.columns)
+        relation.create_view(f"{table}_before")  # books of an older release lack columns: these are null
+        self.connection.from_arrow(schema.empty_table()).create_view(f"{table}_now")
+        every = f"SELECT * FROM {table}_before UNION ALL BY NAME SELECT * FROM {table}_now"  # noqa: S608 - our own names
+        self.connection.execute(f"CREATE TEMP VIEW {table} AS {every}")
+        return schema.names
 
     def relation(self, sql: str, **values: Any) -> Any:
         """Ask; values are bound to ``$name``."""
@@ -82,7 +108,9 @@ class Tables:
         """Return the validation sets of the run in order of their names, each with its labels (one, or its folds)."""
         if self._sets is None:
             labels = self.table("SELECT DISTINCT validation FROM contributions")["validation"].to_pylist()
-            self._sets = by_set(labels)
+            if self.whole:  # contributions may have been lost, and credits not
+                labels += self.table("SELECT DISTINCT validation FROM credits")["validation"].to_pylist()
+            self._sets = by_set(dict.fromkeys(labels))
         return self._sets
 
     def sets_in_accounts(self) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@
     run.json                     schema version, run id, sign, unit, method, update, model, software
     manifest/r0.jsonl, r0.head   the entries of rank 0 (see ``manifest``)
     contributions/r0-000007.parquet
+    credits/r0-000007.parquet    of runs that keep whole credit
     accounts/r0-000007.parquet
     samples/r0-000001.parquet
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +28,8 @@ from inrun.errors import LedgerError
 from inrun.files import Files, Lock, make_folder_durably, write_durably
 from inrun.ledger.about import NAME, describe_run, software
 from inrun.ledger.buffer import Buffer, CheckedStep
-from inrun.ledger.lock import lock_rank, locked_ranks
+from inrun.ledger.erase import erase
+from inrun.ledger.lock import lock_rank
 from inrun.ledger.manifest import (
     FOLDER,
     TABLES,
@@ -43,11 +45,12 @@ from inrun.ledger.manifest import (
     survey,
 )
 from inrun.ledger.marks import check_mark, resume_chain
-from inrun.ledger.parts import to_parquet
+from inrun.ledger.parts import steps_of, to_parquet
 from inrun.ledger.reader import LedgerReader
-from inrun.ledger.record import StepRecord
+from inrun.ledger.record import SettledCredits, StepRecord
 from inrun.ledger.samples import SeenIds, as_samples_table
 from inrun.ledger.saved import refuse_old_save
+from inrun.ledger.settled import SettledSteps
 
 
 class Ledger(LedgerReader):
@@ -88,6 +91,7 @@ class Ledger(LedgerReader):
         self._stopped: str | None = None
         self._lock = None
         self._at_step, self._last_account = 0, -1
+        self._settled = SettledSteps()
         #: The step of the last mark: what is written later comes after it, even if it speaks of earlier steps.
         self._marked = -1
         #: The first step under way since the last flush.
@@ -119,10 +123,10 @@ class Ledger(LedgerReader):
     def _continue_chain(self, chain: Chain, step: int) -> None:
         """Go on after the last entry of this rank, at a step."""
         self._manifest = ManifestWriter(self.path, self.rank, self._files, chain)
-        live = [e for e in chain.live() if e.kind == "flush"]
+        parts = [p for e in chain.live() if e.kind == "flush" for p in e.parts]
         self._at_step = self._marked = step
-        steps = [p.last_step for e in live for p in e.parts if p.table == "accounts" and p.last_step is not None]
-        self._last_account = max(steps, default=-1)
+        self._last_account = max((p.last_step for p in parts if p.table == "accounts" and p.last_step is not None), default=-1)
+        self._settled = SettledSteps(s for p in parts if p.table == "credits" for s in steps_of(self.path, p))
         self._remove_leftovers()
 
     def _wait_or_make_folders(self) -> None:
@@ -211,21 +215,7 @@ class Ledger(LedgerReader):
         Raises:
             LedgerError: A process is writing to it, or its files cannot be removed.
         """
-        run, files = Path(path), Files()
-        refuse_links(run)
-        refuse_old_save(run)
-        with contextlib.ExitStack() as stack:
-            for rank in locked_ranks(run):
-                stack.callback(lock_rank(run, rank).release)
-            try:
-                for folder in (run / name for name in (FOLDER, *TABLES)):
-                    for file in folder.glob("r[0-9]*"):
-                        files.remove(file)
-                    if folder.is_dir():
-                        files.sync_folder(folder)
-                files.remove(run / NAME)
-            except OSError as error:
-                raise LedgerError(f"the ledger in {run} cannot be removed: {error}") from error
+        erase(Path(path))
 
     # Writing
 
@@ -236,18 +226,31 @@ class Ledger(LedgerReader):
             raise LedgerError(f"{self.path} takes no writes from this process: it was forked from the writer")
 
     def write(self, record: StepRecord) -> None:
-        """Take one step. It is on disk after the next flush."""
+        """Take one step, and the credits that were settled when it was finished. It is on disk after the next flush."""
         self._check_writable()
         taken = CheckedStep(record)
-        step = taken.step
+        step, before = taken.step, max(self._at_step, taken.step + 1)
         if taken.accounts and step <= self._last_account:
             raise LedgerError(f"step {step} was written already (the last one is {self._last_account}); each step counts once")
+        self._buffer.settle(self._settled.take(record.settled, before))
         self._buffer.add(taken)
         if taken.accounts:
             self._last_account = step
         if self._from_step is None:  # late rows belong to the moment they are written in
             self._from_step = max(step, self._at_step)
-        self._at_step = max(self._at_step, step + 1)
+        self._at_step = before
+        if self._buffer.is_due:
+            self.flush()
+
+    def settle(self, settled: Sequence[SettledCredits]) -> None:
+        """Take credits that are settled without a step, as when a run is closed. They are on disk after the next flush.
+
+        LedgerError if a step was settled already, or is not written yet; then none of them is taken.
+        """
+        self._check_writable()
+        self._buffer.settle(self._settled.take(settled, self._at_step))
+        if self._from_step is None and not self._buffer.is_empty:
+            self._from_step = self._at_step
         if self._buffer.is_due:
             self.flush()
 
