@@ -35,6 +35,10 @@ class ConservationError(InrunError):
     """The contributions of a step do not sum to the inner product of its gradient and the direction."""
 
 
+class CreditError(InrunError):
+    """What the optimizer remembers is not what the samples of the open windows pushed."""
+
+
 class OptimizerError(InrunError):
     """An optimizer, or a change of the gradient, that the chosen update rule cannot describe."""
 

@@ -34,8 +34,11 @@ class Account:
     #: The two parts of ``optimizer``; None where they cannot be told apart (decay coupled into Adam's gradient).
     momentum: float | None = None
     decay: float | None = None
-    #: The method's own error on the data's part of the move.
+    #: The method's own error on the data's part of the move; under whole credit, on the whole move.
     residual: float | None = None
+    #: Under whole credit: what the optimizer's memory from before scoring began did, and how many points were taken.
+    inherited: float | None = None
+    points: int | None = None
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,34 @@ class History:
         if missing == 0 and state:
             self._with_all[p] = state
         return missing
+
+
+class Asks(Protocol):
+    """What a step asks of its backward, as microbatches and factors see it."""
+
+    streaming: dict[nn.Parameter, Direction]
+    #: Entries that score 0 because the optimizer has no history of them.
+    zero_gains: int
+
+    def check_options(self, optimizer: int) -> None:
+        """Raise if options changed since directions were made with them."""
+        ...
+
+    def stream(self, s: Scored, sparse: bool) -> Direction | None:
+        """Return the direction for a use that contracts inside the backward, or None."""
+        ...
+
+    def sketch(self, s: Scored) -> Sketch | None:
+        """Return how a parameter's gradients are sketched, or None."""
+        ...
+
+    def by_rows(self, s: Scored) -> bool:
+        """Whether contractions leave the rows of a parameter apart."""
+        ...
+
+    def is_zero(self, s: Scored) -> bool:
+        """Whether a parameter scores 0."""
+        ...
 
 
 class Directions:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.checks.gradients import GradientWatch, norm_of
-from inrun.engine.directions import Directions
+from inrun.engine.directions import Asks
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, OptimizerError, StepError
@@ -15,7 +15,7 @@ from inrun.errors import ConservationError, OptimizerError, StepError
 class Factors:
     """What was done to each optimizer's gradients since the backward, and the rates it stepped with."""
 
-    def __init__(self, setup: Setup, watch: GradientWatch, directions: Directions) -> None:
+    def __init__(self, setup: Setup, watch: GradientWatch, directions: Asks) -> None:
         """Nothing is measured yet."""
         self.setup, self.watch, self.directions = setup, watch, directions
         self._rates: dict[int, float | None] = {}
@@ -47,11 +47,16 @@ class Factors:
             if any(s.parameter in self.watch.seen for s in self._mine(index)):
                 self._measured[index] = self._measure(index)
 
+    def measured(self) -> dict[int, float]:
+        """Return the factors that were measured before the first optimizer stepped."""
+        return dict(self._measured)
+
     def _measure(self, optimizer: int) -> float:
         """Return the factor between backward and optimizer; note where it is not one number and need not be."""
         seen = [s for s in self._mine(optimizer) if s.parameter in self.watch.seen]
         # What was contracted inside the backward can be multiplied by one number afterwards, and by nothing else.
-        found = self.watch.factor(seen, strict=any(s.parameter in self.directions.streaming for s in seen))
+        strict = self.setup.credit is not None or any(s.parameter in self.directions.streaming for s in seen)
+        found = self.watch.factor(seen, strict=strict)
         if found is None:
             self._reworked.add(optimizer)
             return 1.0

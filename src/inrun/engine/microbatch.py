@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.buffers import Buffers
-from inrun.engine.directions import Directions
+from inrun.engine.directions import Asks
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
 from inrun.layers import Ask, GradientShape, Parts, RecordedCall, Replay, from_bits, nbytes_of
@@ -160,7 +160,7 @@ class Microbatch:
     def __init__(
         self,
         ids: Tensor,
-        directions: Directions,
+        directions: Asks,
         columns: int,
         dtype: torch.dtype,
         device: torch.device,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from inrun.engine.accounts import Account, Losses
+from inrun.engine.credit.settlement import WholeBooks
 from inrun.engine.fold import standard_error
 from inrun.ledger import StepRecord
 from inrun.ledger.labels import Label
-from inrun.ledger.record import Skip
+from inrun.ledger.record import SettledCredits, Skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class FinishedStep:
     kept_bytes: int
     expected_bytes: int
     zero_gains: int
+    #: Under whole credit: the books of the step, and what was settled with it.
+    books: WholeBooks | None = None
+    settled: tuple[SettledCredits, ...] = ()
 
     @property
     def reason(self) -> str | None:
@@ -92,7 +96,7 @@ class FinishedStep:
             else:
                 values[name] = part if first.point is not None else part[:, 0]
             summed = part.double().mean(1)
-            accounts[name] = self.places.account(js, float(summed.sum()), float(summed.abs().sum()))
+            accounts[name] = self._account(js, float(summed.sum()), float(summed.abs().sum()))
             losses[name] = float("nan") if self.losses is None else float(self.losses[js].mean())
         return StepResult(
             step=self.step,
@@ -117,18 +121,21 @@ class FinishedStep:
         spreads = self._spreads()
         for j, column in enumerate(self.columns):
             part = self.contributions[:, j].double()
-            account = None if self.skipped else self.places.account([j], float(part.sum()), float(part.abs().sum()))
+            account = None if self.skipped else self._account([j], float(part.sum()), float(part.abs().sum()))
+            books = None if self.skipped else self.books
             rows.append(
                 {
                     "step": self.step,
                     "validation": str(column),
-                    "loss_before": None if self.places.before is None else float(self.places.before[j]),
+                    "loss_before": self._loss_before(j),
                     "loss_after": None if account is None else account.loss_after,
-                    "data": None if self.skipped else float(part.sum()),
+                    "data": None if self.skipped else float(part.sum()) if books is None else float(books.data[j]),
                     "spread": None if self.skipped else spreads[j],
                     "optimizer": None if account is None else account.optimizer,
                     "momentum": None if account is None else account.momentum,
-                    "decay": None if account is None else account.decay,
+                    "decay": float(books.decay[j]) if books is not None else None if account is None else account.decay,
+                    "inherited": None if books is None else float(books.inherited[j]),
+                    "points": None if books is None else books.points,
                     "residual": None if account is None else account.residual,
                     "lr": self.lr[0],
                     "clip": self.clip[0],
@@ -139,9 +146,37 @@ class FinishedStep:
                 }
             )
         values = {} if self.skipped else {str(c): host[:, j].numpy().copy() for j, c in enumerate(self.columns)}
-        return StepRecord(self.step, self.sample_ids.numpy(), values, rows)
+        return StepRecord(self.step, self.sample_ids.numpy(), values, rows, self.settled)
+
+    def _loss_before(self, j: int) -> float | None:
+        before = self.places.before if self.books is None else self.books.before
+        return None if before is None else float(before[j])
+
+    def _account(self, js: list[int], data: float, spread: float) -> Account | None:
+        """Return the account of a set's columns; under whole credit from the books of the step."""
+        books = self.books
+        if books is None:
+            return self.places.account(js, data, spread)
+        if books.before is None or books.after is None or books.residual is None:
+            return None
+        mean = {name: float(getattr(books, name)[js].mean()) for name in ("before", "after", "data", "spread", "decay")}
+        return Account(
+            loss_before=mean["before"],
+            loss_after=mean["after"],
+            data=mean["data"],
+            spread=mean["spread"],
+            decay=mean["decay"],
+            residual=float(books.residual[js].mean()),
+            inherited=float(books.inherited[js].mean()),
+            points=books.points,
+        )
 
     def _spreads(self) -> list[float]:
+        if self.books is not None:
+            return [float(x) for x in self.books.spread]
+        return self._spreads_of_contributions()
+
+    def _spreads_of_contributions(self) -> list[float]:
         """Return Σ|c_n| per column; of folds that of their mean, since it is the set's residual that is compared with it."""
         groups: dict[str, list[int]] = {}
         for j, column in enumerate(self.columns):

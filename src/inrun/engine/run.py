@@ -15,6 +15,8 @@ from torch import nn
 from inrun.engine.audits import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
+from inrun.engine.credit.keeper import WholeCredit
+from inrun.engine.credit.settlement import Usual
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
@@ -64,6 +66,10 @@ class Run:
         #: Parameters that moved in the last step; None before the first.
         self.moved: list[Scored] | None = None
         self.hessian_checked = False
+        plan = setup.credit
+        #: Whole credit, if it is kept; what steps are usually like.
+        self.credit = None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch)
+        self.usual = Usual()
         self.open_step: OpenStep | None = None
         self.flag = StepFlag()
         self._reused: tuple[Gradients, int] | None = None

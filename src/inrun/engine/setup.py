@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from inrun.engine.checks.coverage import Coverage, CoverageRow
+from inrun.engine.credit.choice import resolve_credit
+from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
@@ -21,6 +23,14 @@ from inrun.optimizers import UpdateRule, find_update, plain
 from inrun.torch_private import buffers_written_silently, is_compiled
 
 log = logging.getLogger("inrun")
+
+
+@dataclass(frozen=True)
+class CreditPlan:
+    """How whole credit is kept: gradients themselves, or sketches of so many numbers per sample."""
+
+    exact: bool
+    sketch: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,8 @@ class Setup:
     form: str
     check_rows: bool
     groups: int
+    #: Whole credit, as it is kept; None for the step game.
+    credit: CreditPlan | None = None
 
     @property
     def device(self) -> torch.device:
@@ -92,6 +104,9 @@ class Setup:
         return {
             "method": self.method.name,
             "update": self.update,
+            "credit": "step" if self.credit is None else "whole",
+            **({} if self.credit is None else {"credit_memory": "exact" if self.credit.exact else "sketch"}),
+            **({} if self.credit is None or self.credit.exact else {"sketch": self.credit.sketch}),
             "validation": self.validation.names,
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "model": type(self.model).__name__,
@@ -120,8 +135,11 @@ def make_setup(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     validation: Loss | Mapping[str, Loss],
     *,
-    method: str,
-    update: str,
+    method: str | None,
+    update: str | None,
+    credit: str,
+    credit_memory: str,
+    sketch: int | None,
     refresh: int,
     bitwise: bool,
     form: str,
@@ -136,9 +154,17 @@ def make_setup(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
     check_count("refresh", refresh, 1)
+    game = resolve_credit(credit, method, update, optimizers, exact=credit_memory == "exact")
+    if credit_memory not in ("sketch", "exact"):
+        raise ConfigurationError(f'credit_memory is {credit_memory!r}; accepted are "sketch" and "exact"')
+    if sketch is not None:
+        check_count("sketch", sketch, 64)
+    method = method or ("midpoint" if game == "whole" else "first")
     chosen = find_method(method, quadrature=quadrature, hessian=None if hessian == "double" else hessian)
-    resolved = resolve_update(update, chosen)
+    resolved = "realised" if game == "whole" else resolve_update(update or "auto", chosen)
     rules = [plain if resolved == "sgd" else find_update(o) for o in optimizers]
+    if game == "whole" and refresh > 1:
+        raise ConfigurationError(f'refresh={refresh} reuses validation gradients; credit="whole" takes its own at every move')
     if refresh > 1 and chosen.deferred:
         raise ConfigurationError(f'refresh={refresh} reuses validation gradients; method="{method}" takes its own at every move')
     if form not in ("auto", "shared", "project"):
@@ -147,6 +173,8 @@ def make_setup(
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
     sets = Validation(model, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
+    entries = sum(p.numel() for p in by_parameter)
+    plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(
         model=model,
@@ -159,13 +187,18 @@ def make_setup(
         update=resolved,
         rules=rules,
         real_rules=_real_rules(optimizers) if resolved == "sgd" else rules,
-        timing=Timing.AT_STEP if chosen.deferred else Timing.GAIN_AT_STEP if resolved == "secant" else Timing.BEFORE,
+        credit=plan,
+        timing=_timing_of(plan) if plan is not None else Timing.AT_STEP if chosen.deferred else Timing.GAIN_AT_STEP if resolved == "secant" else Timing.BEFORE,
         refresh=refresh,
         deferred_memory=parse_bytes(deferred_memory),
         form="project" if bitwise else form,
         check_rows=check_rows,
         groups=sum(len(o.param_groups) for o in optimizers),
     )
+
+
+def _timing_of(plan: CreditPlan) -> Timing:
+    return Timing.AT_STEP if plan.exact else Timing.BEFORE
 
 
 def check_model(model: Any) -> None:

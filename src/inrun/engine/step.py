@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from inrun.engine.accounts import Losses
 from inrun.engine.capture import Occasion
 from inrun.engine.checks.gradients import GradientWatch
-from inrun.engine.directions import Directions, Timing
+from inrun.engine.credit.keeper import WholeCredit
+from inrun.engine.credit.settlement import WholeDirections, WholeSettlement
+from inrun.engine.directions import Asks, Directions, Timing
 from inrun.engine.factors import Factors
 from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
@@ -33,7 +35,7 @@ from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
 from inrun.errors import StepError
 from inrun.ledger.labels import Label
-from inrun.ledger.record import Skip
+from inrun.ledger.record import SettledCredits, Skip
 from inrun.torch_private import current_backward
 
 #: Takes a finished step: writes it and goes on to the next.
@@ -63,6 +65,7 @@ class Step(OpenStep):
         self._completed: set[int] = set()
         #: Parameters that the optimizers moved, known when they step.
         self.moved: list[Scored] | None = None
+        self.whole: WholeSettlement | None = None
 
     # Entering and leaving
 
@@ -77,12 +80,11 @@ class Step(OpenStep):
             self.watch = GradientWatch(setup.scored)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
             self.path = UpdatePath(setup.scored, setup.rules, setup.frozen, run.buffers)
-            self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw=setup.refresh > 1)
-            self.factors = Factors(setup, self.watch, self.directions)
-            self.settlement = Settlement(setup, self.directions, self.factors, self.number, run.capture.paused)
             self.look = StepLook(setup.validation, self.path, run.capture, self.number, run.moved, run.hessian_checked)
-            if not setup.method.deferred:
-                self._take_gradients_before()
+            if run.credit is None:
+                self._begin_step_game()
+            else:
+                self._begin_whole_credit(run.credit)
             if self.given_ids is not None:
                 self._open(self.given_ids)
         except BaseException:
@@ -105,6 +107,31 @@ class Step(OpenStep):
         for micro in self.microbatches:
             micro.release()
         self.microbatches = []
+
+    def _begin_step_game(self) -> None:
+        run, setup = self.run, self.setup
+        self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw=setup.refresh > 1)
+        self.asks: Asks = self.directions
+        self.factors = Factors(setup, self.watch, self.directions)
+        self.settlement: Settlement | WholeSettlement = Settlement(
+            setup, self.directions, self.factors, self.number, run.capture.paused
+        )
+        if not setup.method.deferred:
+            self._take_gradients_before()
+
+    def _begin_whole_credit(self, credit: WholeCredit) -> None:
+        run, setup = self.run, self.setup
+        if credit.columns is None:  # how many losses there are is known once they were seen
+            with run.capture.paused():
+                credit.expect(setup.validation.columns(self.number))
+        assert credit.columns is not None
+        credit.begin()
+        self.columns = credit.columns
+        self.asks = WholeDirections(credit, setup)
+        self.factors = Factors(setup, self.watch, self.asks)
+        self.settlement = self.whole = WholeSettlement(
+            setup, credit, run.usual, self.path, self.factors, self.number, run.capture.paused
+        )
 
     def _take_gradients_before(self) -> None:
         """Before the backward: take validation gradients (or reuse them) and make the directions that are known by now."""
@@ -157,7 +184,7 @@ class Step(OpenStep):
         setup, run = self.setup, self.run
         micro = Microbatch(
             ids,
-            self.directions,
+            self.asks,
             max(len(self.columns), 1),
             setup.probe_dtype,
             setup.device,
@@ -182,7 +209,7 @@ class Step(OpenStep):
             raise
 
     def _check_coverage(self) -> None:
-        wanted = [s for s in self.setup.scored if not self.directions.is_zero(s)]
+        wanted = [s for s in self.setup.scored if not self.asks.is_zero(s)]
         self.watch.check_coverage(wanted, [m.backwards for m in self.microbatches])
         for micro in self.microbatches:
             micro.check_outputs()
@@ -224,7 +251,7 @@ class Step(OpenStep):
         self._check_coverage()
         self.watch.check_history()
         self.watch.check_left_over(mine)
-        self.directions.check_options(index)
+        self.asks.check_options(index)
         self.factors.note_rate(index)
         self.watch.settle()
         self.run.capture.rest()
@@ -241,6 +268,10 @@ class Step(OpenStep):
 
     def _complete(self) -> None:
         """Before the first optimizer steps: take what waits for the real gradients, for all optimizers at once."""
+        if self.whole is not None:
+            self._complete_whole(self.whole)
+            return
+        assert isinstance(self.settlement, Settlement)
         if self.setup.timing is not Timing.BEFORE:
             self.factors.measure_all()
         if self.setup.timing is Timing.AT_STEP:
@@ -258,6 +289,18 @@ class Step(OpenStep):
                 self.places.measure_zero_move(real, setup.validation, self.number)
             self.run.audits.spent(time.perf_counter() - began)
         self.settlement.begin(self.microbatches, len(self.columns))
+
+    def _complete_whole(self, whole: WholeSettlement) -> None:
+        self.factors.measure_all()
+        finite = [bool(torch.isfinite(note.norm)) for note in self.watch.seen.values()]
+        if not all(finite):
+            self._skip(Skip.CONTRIBUTIONS)
+            return
+        coarse = any(m.coarse for m in self.microbatches)
+        found = whole.work_out(self.look, self.microbatches, self.audited, coarse)
+        self.losses = found.losses
+        if not bool(torch.isfinite(found.losses).all()):
+            self._skip(Skip.VALIDATION_LOSS, str(found.losses.tolist()))
 
     # The end
 
@@ -285,11 +328,19 @@ class Step(OpenStep):
             self.skipped, self._details = Skip.NO_STEP, ""
         elif not bool(torch.isfinite(contributions).all()):
             self._skip(Skip.CONTRIBUTIONS)
-        self._record(contributions)
+        self._record(contributions, self._commit())
 
-    def _record(self, contributions: Tensor) -> None:
+    def _commit(self) -> list[SettledCredits]:
+        """Under whole credit: take the step's rows into the window, pay, and return what is settled."""
+        if self.whole is None or self.run.credit is None or self.skipped is Skip.NO_STEP:
+            return []
+        if self.skipped is Skip.CONTRIBUTIONS:  # what the optimizers remember is no longer made of numbers
+            return self.run.credit.settle_all()
+        return self.whole.commit(torch.cat([m.ids for m in self.microbatches]), paid=self.skipped is None)
+
+    def _record(self, contributions: Tensor, settled: list[SettledCredits]) -> None:
         setup = self.setup
-        if self.audited and self.skipped is None:
+        if self.audited and self.skipped is None and self.whole is None:
             began = time.perf_counter()
             with self.run.capture.paused():
                 self.places.after = setup.validation.losses(self.number)
@@ -312,6 +363,8 @@ class Step(OpenStep):
             audited=self.audited,
             kept_bytes=self.settlement.kept_bytes,
             expected_bytes=self.allowance.nbytes,
-            zero_gains=self.directions.zero_gains,
+            zero_gains=self.asks.zero_gains,
+            books=None if self.whole is None else self.whole.books,
+            settled=tuple(settled),
         )
         self._finish_run(finished, self.look, setup.scored if self.skipped else self.moved)

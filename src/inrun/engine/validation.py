@@ -166,6 +166,20 @@ class Validation:
                 parts.append(self._loss(name, step).detach().reshape(-1).double())
         return torch.cat(parts)
 
+    def columns(self, step: int) -> list[Label]:
+        """Return the labels of all losses: sets, points and folds."""
+        found: list[Label] = []
+        for name in self.names:
+            random_state, flags, buffers = self._quiet(name, step)
+            with random_state, flags, buffers, torch.no_grad():
+                loss = self._loss(name, step)
+            found += self._labels(name, loss)
+        return found
+
+    def _labels(self, name: str, loss: Tensor) -> list[Label]:
+        in_folds = isinstance(self.callables[name][0], Folds)
+        return [Label(name, None if loss.dim() == 0 else j, in_folds) for j in range(loss.numel())]
+
     def gradients(self, parameters: list[nn.Parameter], step: int) -> Gradients:
         """Return losses and gradients; ``.grad`` is not touched."""
         return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last))
@@ -192,7 +206,6 @@ class Validation:
                         "do not call it under no_grad, and do not detach the model's output"
                     )
                 points = loss.reshape(-1)
-                in_folds = isinstance(self.callables[name][0], Folds)
                 mine = [differentiate(point, j + 1 == len(points)) for j, point in enumerate(points)]
                 if all(g is None for gradients in mine for g in gradients):
                     raise ValidationError(
@@ -200,7 +213,7 @@ class Validation:
                         "would score 0; run the model that the callable is given (not a copy of it), and do not detach its output"
                     )
                 found += mine
-                columns += [Label(name, None if loss.dim() == 0 else j, in_folds) for j in range(len(points))]
+                columns += self._labels(name, loss)
                 losses.append(points.detach().double())
         raw = [self._stack(i, [g[i] for g in found]) for i in range(len(parameters))]
         _separate(raw)

@@ -98,6 +98,10 @@ class WholeCredit:
         self.steps = 0
         self.begun = False
 
+    def expect(self, columns: list[Label]) -> None:
+        """Fix the validation sets, points and folds of the run."""
+        self.columns = columns
+
     # What a step asks before its backward
 
     def begin(self) -> None:
@@ -135,7 +139,7 @@ class WholeCredit:
         whole: dict[int, Tensor] = {}
         decays: dict[int, Tensor] = {}
         for i, m in move.moves.items():
-            through = self._decay_through(i, m, decays)
+            through = self.decay_through(i, m, decays)
             if raw[i] is None:
                 continue
             gradient = raw[i]
@@ -172,7 +176,7 @@ class WholeCredit:
         parts = self._spread(estimated, total - estimated.sum(0), kappa, entry)
         return Payment(move, direction, entry, kappa, estimated, parts, total, decay, inherited, decays)
 
-    def _decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
+    def decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
         if m.entering_decay == 0.0 and i not in self.decays:
             return None
