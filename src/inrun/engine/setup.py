@@ -75,15 +75,15 @@ class Setup:
         return self.update == "frozen"
 
     def check_unchanged(self) -> None:
-        """Raise if the optimizers gained groups, or parameters were frozen or unfrozen."""
+        """Raise if the optimizers gained groups or parameters; one that is frozen for a while just gets no gradient."""
         if sum(len(o.param_groups) for o in self.optimizers) != self.groups:
             raise OptimizerError("a parameter group was added after the Accountant was made; make a new one")
         trainable = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
         known = {s.parameter for s in self.scored} | self.foreign
-        if trainable != known:
+        if trainable - known:
             names = {p: n for n, p in self.model.named_parameters()}
-            changed = ", ".join(sorted(names.get(p, "?") for p in trainable ^ known))
-            raise CoverageError(f"{changed} was frozen or unfrozen after the Accountant was made; make a new one")
+            changed = ", ".join(sorted(names.get(p, "?") for p in trainable - known))
+            raise CoverageError(f"{changed} was unfrozen after the Accountant was made, which does not know it; make a new one")
 
     def coverage(self) -> Coverage:
         """Return which parameter is scored by which rule and form."""

@@ -41,8 +41,10 @@ Differentiate = Callable[[Tensor, bool], list[Tensor | None]]
 
 
 def _gradient(point: Tensor, parameters: list[nn.Parameter], last: bool) -> list[Tensor | None]:
+    trained = [p for p in parameters if p.requires_grad]
     try:
-        return list(torch.autograd.grad(point, parameters, retain_graph=not last, allow_unused=True))
+        found = dict(zip(trained, torch.autograd.grad(point, trained, retain_graph=not last, allow_unused=True), strict=True))
+        return [found.get(p) for p in parameters]
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -56,11 +58,13 @@ def _bent_gradient(
     point: Tensor, parameters: list[nn.Parameter], move: dict[nn.Parameter, Tensor], last: bool
 ) -> list[Tensor | None]:
     """Return ∇ℓ + ½H·d."""
+    every, parameters = parameters, [p for p in parameters if p.requires_grad]
     first = torch.autograd.grad(point, parameters, create_graph=True, allow_unused=True)
     slopes = [(g * move[p]).sum() for g, p in zip(first, parameters, strict=True) if g is not None and p in move]
     slope = torch.stack(slopes).sum() if slopes else point.new_zeros(())
     if not slope.requires_grad:  # a loss that is linear in the weights has no curvature
-        return [None if g is None else g.detach() for g in first]
+        flat = {p: None if g is None else g.detach() for p, g in zip(parameters, first, strict=True)}
+        return [flat.get(p) for p in every]
     try:
         bend = torch.autograd.grad(slope, parameters, retain_graph=not last, allow_unused=True)
     except RuntimeError as error:
@@ -68,10 +72,11 @@ def _bent_gradient(
             f'the validation loss cannot be differentiated twice ({error}); take hessian="differences" (two more gradients '
             'instead of a double backward), or method="midpoint", which needs no Hessian'
         ) from error
-    return [
-        None if g is None else (g.detach() if h is None else torch.add(g.detach(), h, alpha=0.5))
-        for g, h in zip(first, bend, strict=True)
-    ]
+    bent = {
+        p: None if g is None else (g.detach() if h is None else torch.add(g.detach(), h, alpha=0.5))
+        for p, g, h in zip(parameters, first, bend, strict=True)
+    }
+    return [bent.get(p) for p in every]
 
 
 def _separate(raw: list[Tensor | None]) -> None:

@@ -41,6 +41,13 @@ class Recall:
     enter: float
     read: float = 1.0
     direct: float = 0.0
+    #: What the steps to come keep, where this one is another (the first).
+    keeps_later: float | None = None
+
+    @property
+    def later(self) -> float:
+        """Return the factor by which the steps to come will forget, as far as is known."""
+        return self.keep if self.keeps_later is None else self.keeps_later
 
     @property
     def own(self) -> float:

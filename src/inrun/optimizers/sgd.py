@@ -69,7 +69,8 @@ class SGDRule(UpdateRule):
             return NO_MEMORY
         first = state.get("momentum_buffer") is None
         keep, enter = (0.0, 1.0) if first else (momentum, 1.0 - option(group, "dampening"))
-        return Recall(keep, enter, momentum, 1.0) if group["nesterov"] else Recall(keep, enter)
+        read, direct = (momentum, 1.0) if group["nesterov"] else (1.0, 0.0)
+        return Recall(keep, enter, read, direct, keeps_later=momentum)
 
     @torch.no_grad()
     def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:

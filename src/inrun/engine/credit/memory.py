@@ -50,7 +50,8 @@ class PushMemory:
         grown = {name: np.vstack([getattr(self, name), blank]) for name in ("a", "paid", "rest")}
         self.a = np.where(moved, np.vstack([self.a * keep, enter[None]]), grown["a"])
         self.paid = grown["paid"] + np.abs(kappa)
-        ahead = np.abs(self.a * read) * np.where(keep < 1, keep / np.maximum(1 - keep, 1e-12), 0.0)
+        later = np.array([0.0 if r is None else min(r.later, 1.0 - 1e-9) for r in recalls])
+        ahead = np.abs(self.a * read) * later / (1.0 - later)
         self.rest = np.where(moved, ahead, grown["rest"])
 
     def passed(self) -> int:

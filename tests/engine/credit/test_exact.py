@@ -1,0 +1,138 @@
+"""Whole credit with kept gradients against brute force, for every optimizer that has a memory; completeness."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from brute_force import Brute, adam, adam_gain, adamax_gain, lion, lr_gain, nadam, nadam_gain, none, radam_gain, sgd
+from reference import relative_error, sample_gradients
+from tiny import batch, tiny
+
+import inrun
+from inrun.training.gpt import next_token_loss
+
+O = torch.optim
+#: name: (optimizer class, options, push, gain, adaptive)
+CASES = {
+    "sgd": (O.SGD, {"lr": 0.1}, sgd, lr_gain, False),
+    "sgd with coupled decay": (O.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd, lr_gain, False),
+    "momentum": (O.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}, sgd, lr_gain, False),
+    "dampened": (O.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3}, sgd, lr_gain, False),
+    "nesterov": (O.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, sgd, lr_gain, False),
+    "maximising": (O.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, sgd, lr_gain, False),
+    "adam": (O.Adam, {"lr": 1e-2}, adam, adam_gain, True),
+    "adam with coupled decay": (O.Adam, {"lr": 1e-2, "weight_decay": 0.1}, adam, adam_gain, True),
+    "adamw": (O.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}, adam, adam_gain, True),
+    "adamw maximising": (O.AdamW, {"lr": 1e-3, "maximize": True}, adam, adam_gain, True),
+    "amsgrad": (O.AdamW, {"lr": 1e-2, "amsgrad": True}, adam, adam_gain, True),
+    "nadam": (O.NAdam, {"lr": 1e-2, "weight_decay": 0.1}, nadam, nadam_gain, True),
+    "nadam decoupled": (O.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}, nadam, nadam_gain, True),
+    "radam": (O.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}, adam, radam_gain, True),
+    "adamax": (O.Adamax, {"lr": 1e-2}, adam, adamax_gain, True),
+    "rmsprop": (O.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, none, None, True),
+    "rmsprop centred": (O.RMSprop, {"lr": 1e-3, "centered": True}, none, None, True),
+    "adagrad": (O.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, none, None, True),
+    "adadelta": (O.Adadelta, {"lr": 1.0}, none, None, True),
+    "adafactor": (O.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}, none, None, True),
+    "asgd": (O.ASGD, {"lr": 0.05, "weight_decay": 0.1}, none, None, False),
+    "rprop": (O.Rprop, {"lr": 1e-3}, none, None, True),
+}
+COUPLED = (O.SGD, O.Adam, O.RMSprop, O.Adagrad, O.Adadelta, O.Adamax)
+SEQUENCE = 9
+
+
+def so_far(accountant) -> torch.Tensor:
+    """The credits of all uses in double precision; an optimizer that remembers nothing settles at once."""
+    return torch.cat([*accountant.settled_at_once, *(o.credit[:, 0] for o in accountant._run.credit.open)])
+
+
+def decay_of(group, optimizer) -> tuple[float, float]:
+    """The factor of −w beside the update, and λ where it enters the gradient."""
+    decay, lr = group.get("weight_decay", 0.0), float(group["lr"])
+    if isinstance(optimizer, O.ASGD):
+        return 0.0, decay + group["lambd"]
+    if isinstance(optimizer, (O.NAdam, O.RAdam)):
+        return (lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
+    if isinstance(optimizer, (O.AdamW, O.Adafactor)):
+        return lr * decay, 0.0
+    return 0.0, decay
+
+
+def run(optimizer_class, options, push, gain, adaptive, steps=SEQUENCE, clip=0.5, points=3, groups=False, **more):
+    """Train with an exact accountant and a brute force beside it; schedule of lr (and betas), two microbatches at odd steps."""
+    torch.manual_seed(0)
+    model = tiny()
+    parameters = list(model.parameters())
+    if groups:
+        other = {**options, "lr": options["lr"] / 2} | ({"betas": (0.7, 0.9)} if "betas" in options else {})
+        optimizer = optimizer_class([{"params": parameters[:3]}, {"params": parameters[3:], **other}], **options)
+    else:
+        optimizer = optimizer_class(parameters, **options)
+    rows = batch(3, 99)
+
+    def validation(model):
+        return next_token_loss(model, rows)
+
+    more = {"credit": "whole", "credit_memory": "exact", "quadrature": f"gauss{points}", "audit_every": 1, **more}
+    accountant = inrun.Accountant(model, optimizer, validation, **more)
+    accountant.settled_at_once = []
+    brute = Brute(parameters, push, gain, adaptive, points)
+    base = [g["lr"] for g in optimizer.param_groups]
+    for t in range(steps):
+        for g, lr in zip(optimizer.param_groups, base, strict=True):
+            g["lr"] = lr * (1.0, 0.5, 1.5)[t % 3]
+            if "betas" in g and t > 3 and groups:
+                g["betas"] = ((0.85, 0.95)[t % 2], g["betas"][1])
+        data = batch(4, t)
+        frozen = groups and t in (4, 5)
+        parameters[-1].requires_grad_(not frozen)
+        before = [p.detach().clone() for p in parameters]
+        with accountant.paused():
+            parameters[-1].requires_grad_(True)
+            shares = sample_gradients(lambda j: next_token_loss(model, data[j : j + 1]) / 4, 4, parameters)
+            if frozen:
+                parameters[-1].requires_grad_(False)
+                shares = [[*g[:-1], torch.zeros_like(g[-1])] for g in shares]
+        with accountant.step() as step:
+            for first in (0, 2) if t % 2 else (0,):
+                part = data[first : first + 2] if t % 2 else data
+                with step.microbatch(range(first, first + len(part))):
+                    (next_token_loss(model, part) * (len(part) / 4)).backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
+            factor = min(1.0, clip / (float(norm) + 1e-6))
+            optimizer.step()
+            optimizer.zero_grad()
+        if not accountant._run.credit.open:
+            accountant.settled_at_once.append(accountant.last.contributions["validation"])
+        stepped = [not (frozen and i == len(parameters) - 1) for i in range(len(parameters))]
+        owner = {p: g for g in optimizer.param_groups for p in g["params"]}
+        parameters[-1].requires_grad_(True)
+        with accountant.paused():
+            brute.step(
+                [[x * factor for x in g] for g in shares],
+                before,
+                lambda: validation(model),
+                [(optimizer.state[p], owner[p]) for p in parameters],
+                [decay_of(owner[p], optimizer) for p in parameters],
+                stepped,
+            )
+    return accountant, brute
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_credit_is_brute_force(name: str) -> None:
+    accountant, brute = run(*CASES[name])
+    assert brute.off < 1e-9  # the memories are the real move
+    assert relative_error(so_far(accountant), torch.cat(brute.credit)) < 1e-9
+    account, books = accountant.last.accounts["validation"], brute.books[-1]
+    for name in ("data", "decay", "residual", "spread"):
+        assert getattr(account, name) == pytest.approx(books[name], rel=1e-8, abs=1e-10)
+    assert account.inherited == 0.0
+    assert account.momentum is None
+    assert relative_error(accountant.last.contributions["validation"], brute.own[-1]) < 1e-9
+
+
+def test_two_groups_cycled_betas_and_a_tensor_frozen_in_between() -> None:
+    accountant, brute = run(*CASES["adamw"], groups=True)
+    assert brute.off < 1e-9
+    assert relative_error(so_far(accountant), torch.cat(brute.credit)) < 1e-9
