@@ -26,6 +26,7 @@ from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerWriter, MemoryLedger
+from inrun.ledger.record import SettledCredits
 
 if TYPE_CHECKING:
     from inrun.fidelity import FidelityReport
@@ -47,12 +48,18 @@ class Accountant:
         optimizer: Its optimizer, or a list of optimizers.
         validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the
             step number too. A vector of m losses asks for per-point contributions ``[n, m]``.
-        method: Where the validation gradient is taken: "first" (at the weights before the step), "lookahead" (after
+        credit: "whole" (what a use did over all later steps, through the optimizer's memory: the samples' credits add up to the fall
+            of the loss), "step" (what it did in its own step), "auto" (whole where the optimizers allow it and neither ``method`` nor
+            ``update`` is given).
+        credit_memory: For whole credit: "sketch" (a few numbers of every sample's gradient until its window has passed) or "exact"
+            (the gradients themselves, in host memory).
+        sketch: Numbers per sample; None for a default by model size.
+        method: For the step game, where the validation gradient is taken: "first" (at the weights before the step), "lookahead" (after
             momentum and decay), "midpoint" (in the middle of the data's part of the move), "second" (before the step,
             bent by the Hessian; Theorem 2 of the paper for SGD). The first two keep nothing beyond the backward.
         update: What a sample's gradient does to the weights: "sgd" (the paper's proxy, lr · g), "frozen" (the
             optimizer's own rule with its state as it stands before the step), "secant" (its share of the real move),
-            "auto" (frozen for the first two methods, secant for the others).
+            "realised" (with the factor that the step really applied), "auto" (frozen for the first two methods, secant for the others).
         audit_every: Check conservation and measure the accounts at every k-th step; 1 = every step, 0 = never,
             None = as often as costs under one per cent.
         ledger: Where contributions go: None for memory, a folder for books on disk, an ``inrun.Ledger`` (to resume one), or an
@@ -135,7 +142,7 @@ class Accountant:
 
     def _begin_books(self, ledger: LedgerWriter | str | os.PathLike[str] | None, about: Mapping[str, Any]) -> LedgerWriter:
         if not isinstance(ledger, (str, os.PathLike)):
-            return MemoryLedger() if ledger is None else ledger
+            return MemoryLedger(self.about()) if ledger is None else ledger
         return Ledger(os.fspath(ledger), about={**self.about(), **about})
 
     # Steps
@@ -154,10 +161,17 @@ class Accountant:
 
     def _finish_step(self, finished: FinishedStep, look: StepLook, moved: list[Scored] | None) -> None:
         """Write a finished step."""
+        self._settle(self._run.take_left_over())
         self.ledger.write(finished.record())
         self._run.finish(finished.result(), moved, look.hessian_checked)
         if finished.skipped:
             log.warning("inrun: step %d is not scored: %s", finished.step, finished.reason)
+
+    def _settle(self, settled: list[SettledCredits]) -> None:
+        """Hand over credits that are settled without a step."""
+        settle = getattr(self.ledger, "settle", None)
+        if settled and callable(settle):
+            settle(settled)
 
     @property
     def last(self) -> StepResult:
@@ -227,6 +241,11 @@ class Accountant:
         return self._setup.update
 
     @property
+    def credit(self) -> str:
+        """Return "whole" or "step": which credit is kept, with "auto" resolved."""
+        return "step" if self._setup.credit is None else "whole"
+
+    @property
     def coverage(self) -> Coverage:
         """Return which parameter is scored by which rule and form."""
         return self._setup.coverage()
@@ -239,8 +258,13 @@ class Accountant:
         return {**self._setup.about(), "coverage": {"share": self.coverage.scored_share, "entries_by_rule": rules}}
 
     def scores(self) -> Any:
-        """Return one row per sample and validation set as an Arrow table; ``score`` is the sum of contributions."""
-        return self._readable("scores")()
+        """Return one row per sample and validation set as an Arrow table.
+
+        ``score`` is the credit so far (in the step game the sum of contributions), ``step_score`` the sum of the steps' own parts,
+        ``pending`` the number of uses whose window is open.
+        """
+        scores, credit = self._readable("scores"), self._run.credit
+        return scores() if credit is None else scores(open_credits=credit.so_far())
 
     def summary(self) -> Summary:
         """Return the books of the run so far: data, momentum, decay, residual, the worst steps, and what they mean.
@@ -257,7 +281,7 @@ class Accountant:
 
     def held_bytes(self) -> int:
         """Return the memory that is held between steps, to be reused."""
-        return self._run.buffers.nbytes()
+        return self._run.buffers.nbytes() + (0 if self._run.credit is None else self._run.credit.nbytes())
 
     def fidelity(self, sample_losses: Callable[[nn.Module], Tensor], **options: Any) -> FidelityReport:
         """Hold methods against the Shapley values of the real game of the next step; see :func:`inrun.fidelity.beside`."""
@@ -298,6 +322,7 @@ class Accountant:
             "version": 1,
             "method": self.method,
             "update": self.update,
+            "game": self.credit,
             "refresh": self._setup.refresh,
             "forms": {site.name: site.form for site in self._setup.sites},
             "ledger": mark() if callable(mark) else None,
@@ -308,8 +333,8 @@ class Accountant:
         """Go on from a saved state; the validation gradient is taken afresh at the next step."""
         if state.get("version") != 1:
             raise ConfigurationError(f"accountant state has version {state.get('version')!r}; this inrun reads version 1")
-        for key, mine in (("method", self.method), ("update", self.update)):
-            if state[key] != mine:
+        for key, mine in (("method", self.method), ("update", self.update), ("game", self.credit)):
+            if state.get(key, "step") != mine:
                 raise ConfigurationError(f"the saved run used {key}={state[key]!r}, this accountant has {mine!r}")
         self._run.load_state_dict(state)
 
@@ -317,11 +342,27 @@ class Accountant:
         """Detach from model and optimizers. Scores stay readable."""
         if not self._detach.alive:
             return
+        self._settle_rest()
         if self._owns_ledger and isinstance(self.ledger, Ledger):
             self.ledger.close()
         self._detach()
         self._run.buffers.free()
         _attached.pop(self._setup.model, None)
+
+    def _settle_rest(self) -> None:
+        """Under whole credit: settle what is open, and say what the end cut off."""
+        credit = self._run.credit
+        if credit is None:
+            return
+        rest = [*self._run.take_left_over(), *credit.settle_all()]
+        cut = [float(s.paid.mean()) for s in rest if len(s.paid) and s.paid.mean() < 0.99]
+        if cut:
+            log.info(
+                "inrun: the last %d steps' uses are settled before their window has passed: on average %.0f %% of their push was paid",
+                len(cut),
+                100 * sum(cut) / len(cut),
+            )
+        self._settle(rest)
 
     def __enter__(self) -> Accountant:
         """Return the accountant."""

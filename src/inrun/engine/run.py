@@ -17,6 +17,7 @@ from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
 from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.settlement import Usual
+from inrun.engine.credit.state import credit_state, load_credit_state
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
@@ -25,6 +26,7 @@ from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.engine.validation import Gradients
 from inrun.errors import StepError
+from inrun.ledger.record import SettledCredits
 
 log = logging.getLogger("inrun")
 #: Bytes of kept gradients from which on their size is said without being asked.
@@ -74,6 +76,8 @@ class Run:
         self.flag = StepFlag()
         self._reused: tuple[Gradients, int] | None = None
         self._told_memory = self._warned_outside = self._suspended = False
+        #: Credits that were settled outside any step, for the ledger.
+        self._left_over: list[SettledCredits] = []
 
     @property
     def model(self) -> nn.Module:
@@ -132,6 +136,11 @@ class Run:
         """Say nothing of optimizer steps while another accountant has the model."""
         self._suspended = suspended
 
+    def take_left_over(self) -> list[SettledCredits]:
+        """Return credits that were settled outside any step, once."""
+        found, self._left_over = self._left_over, []
+        return found
+
     # State for a resumed run
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,6 +149,7 @@ class Run:
             "step": self.steps_done,
             "audit": self.audits.state_dict(),
             "moved": None if self.moved is None else [s.name for s in self.moved],
+            **({} if self.credit is None else {"credit": credit_state(self.credit), "usual": self.usual.state_dict()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +158,11 @@ class Run:
         moved = state.get("moved")
         self.moved = None if moved is None else [s for s in self.setup.scored if s.name in set(moved)]
         self.audits.load_state_dict(state["audit"])
+        if self.credit is not None and state.get("credit") is not None:
+            load_credit_state(self.credit, state["credit"])
+            self.usual.load_state_dict(state["usual"])
+        elif self.credit is not None:
+            log.warning("inrun: the saved state has no open windows: what the optimizer remembers is booked as inherited")
 
     # What the user's objects say
 
@@ -187,6 +202,8 @@ class Run:
     def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An optimizer is about to step."""
         if self.open_step is None:
+            if self.credit is not None and not self._suspended:
+                self._left_over += self.credit.settle_all()  # the optimizer remembers pushes of others from now on
             if not self._warned_outside and not self._suspended:
                 log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
                 self._warned_outside = True

@@ -188,7 +188,13 @@ def make_setup(
         rules=rules,
         real_rules=_real_rules(optimizers) if resolved == "sgd" else rules,
         credit=plan,
-        timing=_timing_of(plan) if plan is not None else Timing.AT_STEP if chosen.deferred else Timing.GAIN_AT_STEP if resolved == "secant" else Timing.BEFORE,
+        timing=_timing_of(plan)
+        if plan is not None
+        else Timing.AT_STEP
+        if chosen.deferred
+        else Timing.GAIN_AT_STEP
+        if resolved == "secant"
+        else Timing.BEFORE,
         refresh=refresh,
         deferred_memory=parse_bytes(deferred_memory),
         form="project" if bitwise else form,

@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import pytest
 import torch
-from brute_force import Brute, adam, adam_gain, adamax_gain, lion, lr_gain, nadam, nadam_gain, none, radam_gain, sgd
+
+import inrun
+from brute_force import Brute, adam, adam_gain, adamax_gain, lr_gain, nadam, nadam_gain, none, radam_gain, sgd
+from inrun.training.gpt import next_token_loss
 from reference import relative_error, sample_gradients
 from tiny import batch, tiny
 
-import inrun
-from inrun.training.gpt import next_token_loss
-
-O = torch.optim
 #: name: (optimizer class, options, push, gain, adaptive)
 CASES = {
-    "sgd": (O.SGD, {"lr": 0.1}, sgd, lr_gain, False),
-    "sgd with coupled decay": (O.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd, lr_gain, False),
-    "momentum": (O.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}, sgd, lr_gain, False),
-    "dampened": (O.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3}, sgd, lr_gain, False),
-    "nesterov": (O.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, sgd, lr_gain, False),
-    "maximising": (O.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, sgd, lr_gain, False),
-    "adam": (O.Adam, {"lr": 1e-2}, adam, adam_gain, True),
-    "adam with coupled decay": (O.Adam, {"lr": 1e-2, "weight_decay": 0.1}, adam, adam_gain, True),
-    "adamw": (O.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}, adam, adam_gain, True),
-    "adamw maximising": (O.AdamW, {"lr": 1e-3, "maximize": True}, adam, adam_gain, True),
-    "amsgrad": (O.AdamW, {"lr": 1e-2, "amsgrad": True}, adam, adam_gain, True),
-    "nadam": (O.NAdam, {"lr": 1e-2, "weight_decay": 0.1}, nadam, nadam_gain, True),
-    "nadam decoupled": (O.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}, nadam, nadam_gain, True),
-    "radam": (O.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}, adam, radam_gain, True),
-    "adamax": (O.Adamax, {"lr": 1e-2}, adam, adamax_gain, True),
-    "rmsprop": (O.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, none, None, True),
-    "rmsprop centred": (O.RMSprop, {"lr": 1e-3, "centered": True}, none, None, True),
-    "adagrad": (O.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, none, None, True),
-    "adadelta": (O.Adadelta, {"lr": 1.0}, none, None, True),
-    "adafactor": (O.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}, none, None, True),
-    "asgd": (O.ASGD, {"lr": 0.05, "weight_decay": 0.1}, none, None, False),
-    "rprop": (O.Rprop, {"lr": 1e-3}, none, None, True),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}, sgd, lr_gain, False),
+    "sgd with coupled decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd, lr_gain, False),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}, sgd, lr_gain, False),
+    "dampened": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3}, sgd, lr_gain, False),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, sgd, lr_gain, False),
+    "maximising": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, sgd, lr_gain, False),
+    "adam": (torch.optim.Adam, {"lr": 1e-2}, adam, adam_gain, True),
+    "adam with coupled decay": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, adam, adam_gain, True),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}, adam, adam_gain, True),
+    "adamw maximising": (torch.optim.AdamW, {"lr": 1e-3, "maximize": True}, adam, adam_gain, True),
+    "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}, adam, adam_gain, True),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}, nadam, nadam_gain, True),
+    "nadam decoupled": (
+        torch.optim.NAdam,
+        {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True},
+        nadam,
+        nadam_gain,
+        True,
+    ),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}, adam, radam_gain, True),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2}, adam, adamax_gain, True),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, none, None, True),
+    "rmsprop centred": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}, none, None, True),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, none, None, True),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, none, None, True),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}, none, None, True),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "weight_decay": 0.1}, none, None, False),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}, none, None, True),
 }
-COUPLED = (O.SGD, O.Adam, O.RMSprop, O.Adagrad, O.Adadelta, O.Adamax)
+COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)
 SEQUENCE = 9
 
 
@@ -49,11 +54,11 @@ def so_far(accountant) -> torch.Tensor:
 def decay_of(group, optimizer) -> tuple[float, float]:
     """The factor of −w beside the update, and λ where it enters the gradient."""
     decay, lr = group.get("weight_decay", 0.0), float(group["lr"])
-    if isinstance(optimizer, O.ASGD):
+    if isinstance(optimizer, torch.optim.ASGD):
         return 0.0, decay + group["lambd"]
-    if isinstance(optimizer, (O.NAdam, O.RAdam)):
+    if isinstance(optimizer, (torch.optim.NAdam, torch.optim.RAdam)):
         return (lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
-    if isinstance(optimizer, (O.AdamW, O.Adafactor)):
+    if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adafactor)):
         return lr * decay, 0.0
     return 0.0, decay
 
@@ -89,7 +94,7 @@ def run(optimizer_class, options, push, gain, adaptive, steps=SEQUENCE, clip=0.5
         before = [p.detach().clone() for p in parameters]
         with accountant.paused():
             parameters[-1].requires_grad_(True)
-            shares = sample_gradients(lambda j: next_token_loss(model, data[j : j + 1]) / 4, 4, parameters)
+            shares = sample_gradients(lambda j, d=data: next_token_loss(model, d[j : j + 1]) / 4, 4, parameters)
             if frozen:
                 parameters[-1].requires_grad_(False)
                 shares = [[*g[:-1], torch.zeros_like(g[-1])] for g in shares]

@@ -37,6 +37,10 @@ class SketchAudit:
         """Nothing of any sample is remembered."""
         self.remembered = [torch.zeros(p.buckets, dtype=torch.float64) for p in self.sketcher.plans]
 
+    def restore(self, remembered: list[Tensor]) -> None:
+        """Go on from a saved state."""
+        self.remembered = remembered
+
     def entering(self, entry: SketchEntry, weights: list[Tensor]) -> list[Tensor]:
         """Return Σ_n S g_n of a step's rows, by parameter."""
         sk = self.sketcher

@@ -46,7 +46,9 @@ def resolve_credit(
             raise OptimizerError(f"credit=\"whole\" cannot be kept for {type(optimizer).__name__}: {why}. Take credit='step'.")
         on_request = None if why is not None else find_update(optimizer).whole_on_request
         if why is not None or (on_request is not None and credit == "auto"):
-            log.warning("inrun: samples are scored step by step (credit=\"step\"): %s: %s", type(optimizer).__name__, why or on_request)
+            log.warning(
+                'inrun: samples are scored step by step (credit="step"): %s: %s', type(optimizer).__name__, why or on_request
+            )
             return "step"
         if on_request is not None:
             log.warning("inrun: whole credit with %s: %s", type(optimizer).__name__, on_request)

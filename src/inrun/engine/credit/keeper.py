@@ -18,7 +18,7 @@ from inrun.engine.credit.audit import SketchAudit, check_totals
 from inrun.engine.credit.memory import PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
 from inrun.engine.credit.sketcher import Sketcher
-from inrun.engine.credit.stores import Direction, ExactEntry, ExactStore, SketchEntry, SketchStore
+from inrun.engine.credit.stores import Direction, ExactEntry, ExactStore, SketchStore
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Scored
 from inrun.ledger.labels import Label
@@ -101,6 +101,20 @@ class WholeCredit:
     def expect(self, columns: list[Label]) -> None:
         """Fix the validation sets, points and folds of the run."""
         self.columns = columns
+
+    def restore(
+        self,
+        steps: int,
+        begun: bool,
+        columns: list[Label] | None,
+        open_: list[Open],
+        factors: Any,
+        decays: dict[int, Tensor],
+        inherited: dict[int, tuple[Tensor, float]],
+    ) -> None:
+        """Go on from a saved state (see ``credit.state``)."""
+        self.steps, self.begun, self.columns, self.open, self.factors = steps, begun, columns, open_, factors
+        self.decays, self.inherited = decays, inherited
 
     # What a step asks before its backward
 
@@ -203,7 +217,9 @@ class WholeCredit:
         """The step happened: pay, remember its rows, and settle what is over. Without a payment nothing is paid."""
         if self.audit is not None:
             assert isinstance(self.store, SketchStore)
-            self.audit.advance(move, entry, self.store.weights_now, self.decays if payment is None else payment.decays, self.inherited)
+            self.audit.advance(
+                move, entry, self.store.weights_now, self.decays if payment is None else payment.decays, self.inherited
+            )
         start = 0
         for o in self.open:
             if payment is not None:
@@ -304,6 +320,3 @@ def _settled(o: Open, error: Tensor, paid: float, columns: list[Label]) -> Settl
 def _dots(d: Tensor, x: Tensor) -> Tensor:
     """Return ⟨d_k, x⟩ in double precision, ``[k]``."""
     return (d.reshape(len(d), -1) @ x.reshape(-1).to(d.dtype)).double().cpu()
-
-
-__all__ = ["Open", "Payment", "SketchEntry", "WholeCredit"]

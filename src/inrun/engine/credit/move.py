@@ -76,7 +76,9 @@ def _move_of(s: Scored, rule: UpdateRule, factor: float) -> ParameterMove:
     weight, group, state = s.parameter.detach(), s.group, s.state
     recall = rule.recall(group, state)
     if recall is None:
-        raise OptimizerError(f"the options of the optimizer of {s.name} have no unique shares of earlier gradients; take credit='step'")
+        raise OptimizerError(
+            f"the options of the optimizer of {s.name} have no unique shares of earlier gradients; take credit='step'"
+        )
     gradient = s.used_gradient
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     realised = rule.realised(gradient.to(dtype), weight.to(dtype), group, state)

@@ -155,6 +155,16 @@ class SketchStore:
         #: That direction itself, by parameter.
         self.known_whole: dict[int, Tensor] = {}
 
+    def restore(self, entries: list[SketchEntry], epochs: dict[int, list[Tensor]], epoch: int, known: dict[int, Tensor]) -> None:
+        """Go on from a saved state."""
+        self.entries, self.epochs, self.epoch, self.known_whole = entries, epochs, epoch, known
+        if known:
+            sk, k = self.sketcher, len(next(iter(known.values())))
+            self.known = [
+                sk.sums(i, known[i]) if i in known else torch.zeros(k, p.segments, dtype=sk.dtype, device=sk.device)
+                for i, p in enumerate(sk.plans)
+            ]
+
     @property
     def weights_now(self) -> list[Tensor]:
         """Return the weights of the present epoch."""
@@ -209,9 +219,7 @@ class SketchStore:
         rest_rows = torch.zeros(n, k, dtype=sk.dtype, device=sk.device)
         return SketchEntry(self.epoch, sketch, beyond, entry_known, square, rows, rest, rest_rows)
 
-    def _replay(
-        self, replayed: Replayed, n: int, first: int, quietly: Any, sketch: Tensor, exact: Tensor, rows: list[Any]
-    ) -> None:
+    def _replay(self, replayed: Replayed, n: int, first: int, quietly: Any, sketch: Tensor, exact: Tensor, rows: list[Any]) -> None:
         """Sketch what a module without a rule left, which runs again for it."""
         sk = self.sketcher
         for name, s in replayed.scored.items():
@@ -223,7 +231,9 @@ class SketchStore:
                 if len(found) == 3:
                     rows.append((i, first, from_bits(found[2]), found[1]))
                 if self.known_whole.get(i) is not None:
-                    exact[first : first + n, :, i] += g.contract(self.known_whole[i].reshape(len(self.known_whole[i]), -1).to(sk.dtype))
+                    exact[first : first + n, :, i] += g.contract(
+                        self.known_whole[i].reshape(len(self.known_whole[i]), -1).to(sk.dtype)
+                    )
 
     def fits(self, open_: list[SketchEntry], sums: Tensor) -> Tensor:
         """Return f, ``[steps, k, parameters]``: how much of Sv⁰ is in SD, for steps of one epoch."""
