@@ -1,4 +1,4 @@
-"""Any interleaving of writes, flushes, marks, kills and resumes gives the books of a plain list."""
+"""Any interleaving of writes, settlements, flushes, marks, kills and resumes gives the books of a plain list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from faulty_files import QuickFiles
 from inrun.errors import LedgerError
-from inrun.ledger import Ledger, StepRecord
+from inrun.ledger import Ledger, SettledCredits, StepRecord
 from inrun.ledger.verify import verify
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -26,6 +26,12 @@ LABELS = st.lists(st.sampled_from(["v", "w", "w#0", "w[1]", "数"]), unique=True
 def columns(draw) -> tuple[list[int], dict[str, list[float]]]:
     ids = draw(st.lists(INT64, max_size=4))
     return ids, {label: draw(st.lists(FLOAT32, min_size=len(ids), max_size=len(ids))) for label in draw(LABELS)}
+
+
+def settled(step: int, credit: float) -> SettledCredits:
+    return SettledCredits(
+        step, np.array([step, -1]), {"v": np.float32([credit, 1])}, {"v": np.float32([0, 2])}, np.float32([1, 0.5])
+    )
 
 
 class Books(RuleBasedStateMachine):
@@ -65,6 +71,32 @@ class Books(RuleBasedStateMachine):
         ids, values = given
         accounts = [{"step": step, "validation": v, "data": float(sum(c))} for v, c in values.items()]
         self._write(StepRecord(step, np.array(ids, np.int64), {v: np.float32(c) for v, c in values.items()}, accounts))
+
+    @property
+    def open_steps(self) -> list[int]:
+        """The steps that are written and not settled."""
+        return sorted({r.step for r in self.written} - {s.step for r in self.written for s in r.settled})
+
+    @precondition(lambda self: self.ledger is not None and self.open_steps)
+    @rule(data=st.data(), credit=FLOAT32, with_a_step=st.booleans())
+    def settle(self, data, credit: float, with_a_step: bool) -> None:
+        done = tuple(settled(s, credit) for s in data.draw(st.lists(st.sampled_from(self.open_steps), unique=True, max_size=3)))
+        if with_a_step:
+            step = self.last_step + 1
+            self._write(StepRecord(step, np.arange(0), {}, [{"step": step, "validation": "v"}], done))
+            return
+        before = self.ledger._manifest.count
+        self.ledger.settle(done)
+        self.written.append(StepRecord(0, np.arange(0), {}, [], done))
+        if self.ledger._manifest.count > before:
+            self.committed = len(self.written)
+
+    @precondition(lambda self: self.ledger is not None and any(r.settled for r in self.written))
+    @rule()
+    def settle_a_step_again(self) -> None:
+        last = [s for r in self.written for s in r.settled][-1]
+        with pytest.raises(LedgerError, match="settled already"):
+            self.ledger.settle([last])
 
     @precondition(lambda self: self.ledger is not None)
     @rule()
@@ -143,6 +175,9 @@ class Books(RuleBasedStateMachine):
         ]
         found = zip(*(rows[name].to_pylist() for name in rows.column_names), strict=True)
         assert [(s, i, v, np.float32(c).tobytes()) for s, i, v, c in found] == expected
+        credits = reader.credits()
+        assert credits["step"].to_pylist() == [s.step for r in records for s in r.settled for _ in range(2)]
+        assert credits["credit"].to_numpy().tobytes() == b"".join(s.credits["v"].tobytes() for r in records for s in r.settled)
         accounts = [(a["step"], a["validation"]) for r in records for a in r.accounts]
         assert [(a["step"], a["validation"]) for a in reader.accounts().to_pylist()] == accounts
         assert verify(self.path).good
