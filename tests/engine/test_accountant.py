@@ -19,7 +19,7 @@ from tiny import batch, tiny, train_step, validation
 def build(kind: str = "AdamW", tied: bool = True, **options):
     model = tiny(tied=tied)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-    return model, optimizer, inrun.Accountant(model, optimizer, options.pop("validation", validation()), **options)
+    return model, optimizer, inrun.Accountant(model, optimizer, options.pop("validation", validation()), credit="step", **options)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
@@ -107,7 +107,7 @@ def test_parameter_groups_have_their_own_rates() -> None:
         parts = [list(model.blocks.parameters()), [p for n, p in model.named_parameters() if "blocks" not in n]]
         groups = [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
         optimizer = torch.optim.SGD(groups, lr=1.0)
-        accountant = inrun.Accountant(model, optimizer, validation())
+        accountant = inrun.Accountant(model, optimizer, validation(), credit="step")
         results.append(train_step(accountant, model, optimizer, rows).contributions["validation"])
     assert relative_error(results[1] + results[2], results[0]) < 1e-12
 
@@ -116,7 +116,7 @@ def test_several_optimizers_and_parameters_in_none() -> None:
     model = tiny(tied=False)
     inner = torch.optim.AdamW(model.blocks.parameters(), lr=0.01)
     outer = torch.optim.SGD([*model.tokens.parameters(), *model.head.parameters()], lr=0.02)
-    accountant = inrun.Accountant(model, [inner, outer], validation(), audit_every=1)
+    accountant = inrun.Accountant(model, [inner, outer], validation(), audit_every=1, credit="step")
     for step in range(3):
         with accountant.step(range(4)):
             next_token_loss(model, batch(4, step)).backward()
@@ -194,7 +194,7 @@ def test_positive_means_the_sample_lowered_the_loss() -> None:
         model = tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, maximize=maximize)
         rows = batch(2, 99)
-        accountant = inrun.Accountant(model, optimizer, lambda m, rows=rows: next_token_loss(m, rows), audit_every=1)
+        accountant = inrun.Accountant(model, optimizer, lambda m, rows=rows: next_token_loss(m, rows), audit_every=1, credit="step")
         result = train_step(accountant, model, optimizer, rows)
         fell = result.accounts["validation"].loss_before - result.accounts["validation"].loss_after
         assert (fell > 0) is not maximize
@@ -210,7 +210,7 @@ def test_state_dict_is_plain_data_and_resumes_the_phase() -> None:
     assert state["step"] == 4
     assert state["forms"]["head"]
     accountant.close()
-    resumed = inrun.Accountant(model, optimizer, validation(), refresh=2, audit_every=3)
+    resumed = inrun.Accountant(model, optimizer, validation(), refresh=2, audit_every=3, credit="step")
     resumed.load_state_dict(state)
     assert train_step(resumed, model, optimizer, batch(3, 4)).step == 4
     with pytest.raises(ConfigurationError, match="version"):
@@ -285,7 +285,7 @@ def test_validation_that_ignores_a_parameter_scores_it_zero() -> None:
     model = Two().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = torch.randn(4, 3, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1])[0].square().sum(), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1])[0].square().sum(), audit_every=1, credit="step")
     for _ in range(3):
         with accountant.step(range(4)):
             model(x)[1].square().sum().backward()
@@ -311,7 +311,7 @@ def test_batch_norm_scores_the_share_of_each_row(caplog: pytest.LogCaptureFixtur
     out = torch.einsum("ni,noi->no", normal * gamma + beta, w2) + b2
     per_row = torch.autograd.grad(out.square().sum(), copies)
     expected = 0.1 * sum((g.flatten(1) @ v.flatten()) for g, v in zip(per_row, g_val, strict=True))
-    accountant = inrun.Accountant(model, optimizer, loss, audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, loss, audit_every=1, credit="step")
     assert "batch norm" in caplog.text
     statistics = model[1].num_batches_tracked.clone()
     with accountant.step(range(8)):

@@ -100,7 +100,7 @@ def test_an_optimizer_without_a_rule_has_no_optimizer_account() -> None:
 def test_summary_says_what_the_residual_means() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    with inrun.Accountant(model, optimizer, validation(), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step") as accountant:
         for step in range(3):
             train_step(accountant, model, optimizer, batch(4, step))
         page = str(accountant.summary())
@@ -202,7 +202,7 @@ def test_fold_errors_are_honest() -> None:
             model = Point()
             nn.init.zeros_(model.w.weight)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with inrun.Accountant(model, optimizer, {"v": fn}, check_rows=False, audit_every=0) as accountant:
+            with inrun.Accountant(model, optimizer, {"v": fn}, check_rows=False, audit_every=0, credit="step") as accountant:
                 for _ in range(3):
                     with accountant.step(range(4)):
                         (model(x) * x).sum().backward()
@@ -234,7 +234,7 @@ def test_bad_folds(make, error, match: str) -> None:
 def test_folds_need_a_vector_that_divides(losses) -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with inrun.Accountant(model, optimizer, inrun.folds(losses, 2)) as accountant:
+    with inrun.Accountant(model, optimizer, inrun.folds(losses, 2), credit="step") as accountant:
         with pytest.raises(ValidationError, match="multiple of k=2"):
             train_step(accountant, model, optimizer, batch(3, 0))
 
@@ -242,7 +242,7 @@ def test_folds_need_a_vector_that_divides(losses) -> None:
 def test_names_that_look_like_folds_are_refused() -> None:
     model = tiny()
     with pytest.raises(ConfigurationError, match="folds and points"):
-        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), {"a#1": validation()})
+        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), {"a#1": validation()}, credit="step")
 
 
 def test_coverage_tells_what_waits() -> None:

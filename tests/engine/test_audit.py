@@ -19,7 +19,7 @@ from tiny import batch, tiny, train_step, validation
 def test_penalty_in_the_loss_is_caught_by_name(kind: str, dtype: torch.dtype) -> None:
     model = tiny(dtype=dtype)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
     train_step(accountant, model, optimizer, batch(4, 0))
     with pytest.raises(ConservationError, match=r"blocks\.1\.up\.weight") as caught, accountant.step(range(4)):
         loss = next_token_loss(model, batch(4, 1)) + 0.01 * model.blocks[1].up.weight.square().sum()
@@ -47,7 +47,7 @@ def test_weight_multiplied_outside_its_module_is_caught_by_name(call_it: bool, e
     model = OutsideHead(call_it).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(5, 2, 4, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1, credit="step")
     with pytest.raises(error, match=r"head\.weight"), accountant.step(range(5)):
         model(x).square().sum().backward()
         optimizer.step()
@@ -56,7 +56,7 @@ def test_weight_multiplied_outside_its_module_is_caught_by_name(call_it: bool, e
 def test_left_over_gradient_is_caught() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
     next_token_loss(model, batch(4, 5)).backward()
     with pytest.raises(ConservationError, match="left in .grad"):
         train_step(accountant, model, optimizer, batch(4, 1))
@@ -68,7 +68,7 @@ def test_left_over_gradient_is_caught() -> None:
 def test_honest_training_passes_every_audit(kind: str, tied: bool, dtype: torch.dtype) -> None:
     model = tiny(tied=tied, dtype=dtype, dropout=0.1)
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-    accountant = inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(3)}, audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(3)}, audit_every=1, credit="step")
     for step in range(20):
         result = train_step(accountant, model, optimizer, batch(6, step), clip=0.5)
         account = result.accounts["a"]
@@ -89,7 +89,7 @@ def test_gradient_through_an_output_without_rows_is_refused() -> None:
     model = LossInside()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(3, 4)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x))
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x), credit="step")
     with pytest.raises(CoverageError, match="scale.*no row per sample"), accountant.step(range(3)):
         model(x).backward()
 

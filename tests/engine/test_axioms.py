@@ -16,7 +16,7 @@ from tiny import batch, tiny, train_step, validation
 def setup(**options):
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    return model, optimizer, inrun.Accountant(model, optimizer, options.pop("validation", validation()), **options)
+    return model, optimizer, inrun.Accountant(model, optimizer, options.pop("validation", validation()), credit="step", **options)
 
 
 def test_efficiency() -> None:
@@ -45,7 +45,7 @@ def test_null_player() -> None:
     for form, kind in itertools.product(("shared", "project"), ("SGD", "AdamW")):
         model = tiny()
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.05)
-        accountant = inrun.Accountant(model, optimizer, validation(), form=form)
+        accountant = inrun.Accountant(model, optimizer, validation(), form=form, credit="step")
         for step in range(3):
             rows = batch(6, step)
             with accountant.step(range(6)):

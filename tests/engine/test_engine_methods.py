@@ -443,7 +443,7 @@ def test_buffers_are_reused() -> None:
 def test_bad_choices(options, match: str) -> None:
     model = tiny()
     with pytest.raises(ConfigurationError, match=match):
-        inrun.Accountant(model, torch.optim.AdamW(model.parameters()), validation(), **options)
+        inrun.Accountant(model, torch.optim.AdamW(model.parameters()), validation(), credit="step", **options)
 
 
 def test_refresh_with_secant_keeps_the_raw_gradient() -> None:

@@ -25,7 +25,7 @@ from tiny import batch, tiny, train_step, validation
 def parts():
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation())
+    accountant = inrun.Accountant(model, optimizer, validation(), credit="step")
     yield model, optimizer, accountant
     accountant.close()
 
@@ -81,7 +81,7 @@ def test_accepted_ids(parts, ids) -> None:
 def test_validation_callables(fn, words: str) -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, {"mine": fn})
+    accountant = inrun.Accountant(model, optimizer, {"mine": fn}, credit="step")
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(ValidationError, match=words) as caught, accountant.step([0]):
         pass
@@ -121,7 +121,7 @@ def test_arguments(options: dict, error: type, words: str) -> None:
 
 def test_optimizer_of_another_model() -> None:
     with pytest.raises(ConfigurationError, match="another model"):
-        inrun.Accountant(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.1), validation())
+        inrun.Accountant(tiny(), torch.optim.SGD(tiny().parameters(), lr=0.1), validation(), credit="step")
 
 
 def test_unknown_optimizer_names_the_known_ones() -> None:
@@ -137,7 +137,7 @@ def test_unknown_optimizer_names_the_known_ones() -> None:
     model = tiny()
     optimizer = Mine(model.parameters())
     with pytest.raises(OptimizerError, match="Mine.*Adam, AdamW.*SGD.*sgd"):
-        inrun.Accountant(model, optimizer, validation())
+        inrun.Accountant(model, optimizer, validation(), credit="step")
     accountant = inrun.Accountant(model, optimizer, validation(), update="sgd")
     assert train_step(accountant, model, optimizer, batch(3, 0)).contributions["validation"].abs().min() > 0
 
@@ -149,19 +149,19 @@ def test_subclass_with_its_own_step_is_unknown() -> None:
 
     model = tiny()
     with pytest.raises(OptimizerError, match="Twisted"):
-        inrun.Accountant(model, Twisted(model.parameters(), lr=0.1), validation())
+        inrun.Accountant(model, Twisted(model.parameters(), lr=0.1), validation(), credit="step")
 
 
 def test_second_accountant(parts) -> None:
     model, optimizer, _ = parts
     with pytest.raises(ConfigurationError, match="already has an accountant"):
-        inrun.Accountant(model, optimizer, validation())
+        inrun.Accountant(model, optimizer, validation(), credit="step")
 
 
 def test_embedding_options_with_another_gradient() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=True))
     with pytest.raises(CoverageError, match="0 cannot be scored.*scale_grad_by_freq"):
-        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), validation())
+        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), validation(), credit="step")
 
 
 def test_nested_steps(parts) -> None:
@@ -223,7 +223,7 @@ def test_optimizer_in_backward(parts) -> None:
 def test_non_finite_validation_loss_is_recorded_as_skipped() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, lambda m: validation()(m) * float("nan"), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: validation()(m) * float("nan"), audit_every=1, credit="step")
     result = train_step(accountant, model, optimizer, batch(2, 0))
     assert "not finite" in result.skipped
     assert accountant.scores().num_rows == 0

@@ -39,7 +39,7 @@ def test_rank_agreement_with_secant_shares(tied: bool, beta2: float, lr: float) 
     model = GPT(GPTConfig(VOCAB, CONTEXT, 32, 2, 2, tied=tied)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, beta2), weight_decay=0.1)
     validation = words(4, g)
-    accountant = inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, validation), audit_every=5)
+    accountant = inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, validation), audit_every=5, credit="step")
     for step in range(26):
         rows = words(N, g)
         checked = step in (0, 5, 6, 10, 20, 25)
@@ -72,7 +72,7 @@ def test_control_the_trap_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(GPTConfig(VOCAB, CONTEXT, 32, 2, 2, tied=False)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95))
     validation = words(4, g)
-    accountant = inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, validation))
+    accountant = inrun.Accountant(model, optimizer, lambda m: next_token_loss(m, validation), credit="step")
     worst, too_large = 1.0, 0.0
     for step in range(9):
         rows = words(N, g)

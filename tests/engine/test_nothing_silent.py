@@ -102,7 +102,7 @@ def test_hook_based_weight_norm_is_scored() -> None:
     model = hooked_net("weight_norm")
     want = truth_of(model, x, xv)
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1, credit="step") as accountant:
         with accountant.step(range(N)):
             loss_of(model, x).backward()
             optimizer.step()
@@ -124,7 +124,7 @@ class Cast(nn.Module):
 def test_a_decorated_forward_leaves_autocast_off() -> None:
     model, x = Cast(), floats(N, D).float()
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: m(x[:1]).float().square().sum(), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: m(x[:1]).float().square().sum(), audit_every=1, credit="step") as accountant:
         for _ in range(2):
             with accountant.step(range(N)):
                 model(x).float().square().sum().backward()
@@ -166,7 +166,7 @@ def test_modules_run_once_in_a_forward_of_their_own() -> None:
 def test_copies_and_pickles_of_an_attached_model_are_plain() -> None:
     model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D)).double(), floats(N, D)
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1])) as accountant, accountant.step(range(N)):
+    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), credit="step") as accountant, accountant.step(range(N)):
         out = model(x)
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
@@ -218,7 +218,7 @@ def test_reentrant_checkpointing_in_the_validation_pass_is_refused(needs_gradien
     model, x = Checkpointed(True).double(), floats(N, D)
     optimizer = sgd(model)
     xv = floats(2, D, seed=1).requires_grad_(needs_gradient)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv))
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), credit="step")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValidationError, match="reentrant"), accountant.step(range(N)):
@@ -237,7 +237,7 @@ def test_checkpointing_in_training_is_scored(method: str, reentrant: bool) -> No
         twin = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
         options = {"check_rows": False, "audit_every": 1, "method": method}
-        with inrun.Accountant(twin, optimizer, lambda m: plain(m, xv), **options) as accountant:
+        with inrun.Accountant(twin, optimizer, lambda m: plain(m, xv), credit="step", **options) as accountant:
             for _ in range(2):
                 with accountant.step(range(N)):
                     (loss_of(twin, x) if checkpointing else plain(twin, x)).backward()
@@ -250,7 +250,9 @@ def test_checkpointing_in_training_is_scored(method: str, reentrant: bool) -> No
 
 def test_a_validation_that_never_reaches_the_model_is_said() -> None:
     model, other, x = nn.Linear(D, D).double(), nn.Linear(D, D).double(), floats(N, D)
-    accountant = inrun.Accountant(model, sgd(model), {"mine": lambda m: loss_of(m, x), "lost": lambda m: loss_of(other, x)})
+    accountant = inrun.Accountant(
+        model, sgd(model), {"mine": lambda m: loss_of(m, x), "lost": lambda m: loss_of(other, x)}, credit="step"
+    )
     with pytest.raises(ValidationError, match="'lost'.*no parameter"), accountant.step(range(N)):
         pass
 
@@ -282,7 +284,7 @@ def test_masks_of_attention(kind: str) -> None:
     g_n = sample_gradients(lambda j: run(model, x[j : j + 1]), N, params)
     want = contributions(g_n, [sgd_gain(sgd(model), p, p) for p in params], gradients(run(model, xv), params))
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: run(m, xv), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: run(m, xv), audit_every=1, credit="step") as accountant:
         with accountant.step(range(N)):
             run(model, x).backward()
             optimizer.step()
@@ -311,7 +313,7 @@ def test_hooks_that_change_data_run_once_on_a_module_without_a_rule() -> None:
     want = truth_of(build(), x, xv)
     model = build()
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1, credit="step") as accountant:
         with accountant.step(range(N)):
             loss_of(model, x).backward()
             optimizer.step()
@@ -356,7 +358,7 @@ def test_batches_inside_objects_are_opened(kind: Any) -> None:
     for mixes in (False, True):
         model = FromObject(mixes).double()
         optimizer = sgd(model)
-        accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, kind(x[:1])))
+        accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, kind(x[:1])), credit="step")
         if mixes:
             with pytest.raises(RowOwnershipError, match="inner"), accountant.step(range(N)):
                 loss_of(model, kind(x)).backward()
@@ -370,7 +372,7 @@ def test_batches_inside_objects_are_opened(kind: Any) -> None:
 def test_a_batch_that_cannot_be_opened_is_refused() -> None:
     model, x = FromObject(False).double(), floats(N, D)
     optimizer = sgd(model)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, Closed(x[:1])))
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, Closed(x[:1])), credit="step")
     with pytest.raises(RowOwnershipError, match="Closed.*check_rows=False"), accountant.step(range(N)):
         loss_of(model, Closed(x)).backward()
 
@@ -378,7 +380,7 @@ def test_a_batch_that_cannot_be_opened_is_refused() -> None:
 @pytest.mark.parametrize("ids", [torch.tensor([2**63, 1], dtype=torch.uint64), [2**63, 1], [2**64 + 3, 1]])
 def test_ids_beyond_63_bits_are_refused(ids: Any) -> None:
     model = nn.Linear(D, D).double()
-    accountant = inrun.Accountant(model, sgd(model), lambda m: loss_of(m, floats(1, D)))
+    accountant = inrun.Accountant(model, sgd(model), lambda m: loss_of(m, floats(1, D)), credit="step")
     with pytest.raises(IdsError, match="64"):
         accountant.step(ids)
 
@@ -386,7 +388,7 @@ def test_ids_beyond_63_bits_are_refused(ids: Any) -> None:
 def test_ids_of_63_bits_are_taken() -> None:
     model, x = nn.Linear(D, D).double(), floats(2, D)
     optimizer = sgd(model)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]))
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), credit="step")
     with accountant.step(torch.tensor([2**63 - 1, 0], dtype=torch.uint64)):
         loss_of(model, x).backward()
         optimizer.step()
@@ -413,7 +415,7 @@ def test_rows_that_mix_now_and_then_are_found(audit_every: int) -> None:
         model, x = Mixup().double(), floats(N, D)
         optimizer = sgd(model, 1e-3)
         torch.manual_seed(seed)
-        accountant = inrun.Accountant(model, optimizer, lambda m, x=x: loss_of(m, x[:1]), audit_every=audit_every)
+        accountant = inrun.Accountant(model, optimizer, lambda m, x=x: loss_of(m, x[:1]), audit_every=audit_every, credit="step")
         try:
             for _ in range(70):
                 with accountant.step(range(N)):
@@ -429,7 +431,7 @@ def test_rows_that_mix_now_and_then_are_found(audit_every: int) -> None:
 def test_functional_call_with_other_weights_is_not_scored() -> None:
     model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh()).double(), floats(N, D)
     optimizer = sgd(model)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), audit_every=1, credit="step")
     with accountant.step(range(N)):
         others = {k: v.detach().clone().requires_grad_() for k, v in model.named_parameters()}
         torch.func.functional_call(model, others, (x,)).sum().backward()
@@ -442,7 +444,7 @@ def test_functional_call_with_other_weights_is_not_scored() -> None:
 
 
 def build_accountant(model: nn.Module, optimizer: Any = None) -> inrun.Accountant:
-    return inrun.Accountant(model, optimizer or sgd(model), lambda m: loss_of(m, floats(1, D)))
+    return inrun.Accountant(model, optimizer or sgd(model), lambda m: loss_of(m, floats(1, D)), credit="step")
 
 
 def compiled_child() -> nn.Module:
@@ -478,7 +480,7 @@ def test_accelerates_wrapper_is_named() -> None:
 def test_backward_inside_autocast_is_named() -> None:
     model, x = nn.Linear(D, D), floats(N, D).float()
     optimizer = sgd(model)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]))
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), credit="step")
     with (
         pytest.raises(StepError, match="inside an autocast block"),
         accountant.step(range(N)),
@@ -490,7 +492,7 @@ def test_backward_inside_autocast_is_named() -> None:
 def test_closures_are_named() -> None:
     model, x = nn.Linear(D, D).double(), floats(N, D)
     optimizer = sgd(model)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]))
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, x[:1]), credit="step")
     with pytest.raises(StepError, match="closure"), accountant.step(range(N)):
         optimizer.step(lambda: loss_of(model, x))
 
@@ -508,7 +510,7 @@ def test_offsets_of_an_embedding_bag_are_named() -> None:
     model = Bag().double()
     optimizer = sgd(model)
     tokens, offsets = torch.arange(2 * N) % 9, torch.arange(N) * 2
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(tokens[:2].view(1, 2)).square().sum())
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(tokens[:2].view(1, 2)).square().sum(), credit="step")
     with pytest.raises((RowOwnershipError, CoverageError), match="offsets"), accountant.step(range(N)):
         model(tokens, offsets).square().sum().backward()
         optimizer.step()
@@ -534,7 +536,7 @@ def test_a_gated_norm_is_scored_by_running_it_again() -> None:
     model, x, xv = Gated(), floats(N, 3, D).float(), floats(2, 3, D, seed=1).float()
     want = truth_of(model, x, xv)
     optimizer = sgd(model)
-    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), audit_every=1, credit="step") as accountant:
         with accountant.step(range(N)):
             loss_of(model, x).backward()
             optimizer.step()

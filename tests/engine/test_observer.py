@@ -17,7 +17,9 @@ from tiny import batch, tiny, validation
 def train(score: bool, **options) -> tuple[dict, torch.Tensor]:
     model = tiny(dropout=0.2, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    accountant = inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(5, 1)}, **options) if score else None
+    accountant = (
+        inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(5, 1)}, credit="step", **options) if score else None
+    )
     torch.manual_seed(7)
     for step in range(30):
         rows = batch(5, step)
@@ -80,7 +82,7 @@ def test_validation_pass_leaves_no_trace() -> None:
         modes_inside.append([k.training for k in m.modules()])
         return m(x[:1]).square().sum()
 
-    accountant = inrun.Accountant(model, optimizer, loss)
+    accountant = inrun.Accountant(model, optimizer, loss, credit="step")
     model(x).square().sum().backward()
     marks = [p.grad.clone() for p in model.parameters()]
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
@@ -107,7 +109,7 @@ def test_validation_mode_train_keeps_dropout() -> None:
         return next_token_loss(m, batch(1, 0))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, loss, validation_mode="train")
+    accountant = inrun.Accountant(model, optimizer, loss, validation_mode="train", credit="step")
     with pytest.raises(KeyError), accountant.step():
         raise KeyError
     assert seen == [True]
@@ -118,7 +120,7 @@ def test_close_restores_every_forward() -> None:
     before = {name: dict(m.__dict__) for name, m in model.named_modules()}
     classes = [type(m) for m in model.modules()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation())
+    accountant = inrun.Accountant(model, optimizer, validation(), credit="step")
     assert [type(m) for m in model.modules()] != classes
     accountant.close()
     accountant.close()

@@ -71,7 +71,7 @@ def attempt(module: nn.Module, n: int = 3, t: int = 3, **options):
     model = module.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(n, t, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1, **options)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1, credit="step", **options)
     with accountant.step(range(n)):
         model(x).square().sum().backward()
         optimizer.step()
@@ -178,7 +178,7 @@ def test_a_new_pattern_of_shapes_is_verified_again() -> None:
     model = Sometimes().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = torch.randn(3, 5, D, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(rows[:1]).square().sum())
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(rows[:1]).square().sum(), credit="step")
     for t in (5, 4):
         with accountant.step(range(3)):
             model(rows[:, :t]).square().sum().backward()
@@ -192,7 +192,7 @@ def test_equal_samples_postpone_the_check() -> None:
     model = SequenceFirst().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     same = torch.ones(3, 3, D, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(same[:1]).square().sum())
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(same[:1]).square().sum(), credit="step")
     with accountant.step(range(3)):
         model(same).square().sum().backward()
         optimizer.step()
@@ -210,11 +210,11 @@ def test_calls_outside_the_model_are_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(3, D, dtype=torch.float64)
     run = lambda m, z: m.second(torch.tanh(m.first(z))).square().sum()  # noqa: E731
-    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]))
+    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]), credit="step")
     with pytest.raises(RowOwnershipError, match="first was called outside"), accountant.step(range(3)):
         run(model, x).backward()
     accountant.close()
-    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]), check_rows=False)
+    accountant = inrun.Accountant(model, optimizer, lambda m: run(m, x[:1]), check_rows=False, credit="step")
     with accountant.step(range(3)):
         run(model, x).backward()
         optimizer.step()
@@ -225,7 +225,7 @@ def test_wrong_number_of_ids() -> None:
     model = nn.Linear(D, D).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(6, D, dtype=torch.float64)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum())
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), credit="step")
     for wrong in (3, 5, 12):
         with pytest.raises(IdsError, match=f"got {wrong} sample ids.*6"), accountant.step(range(wrong)):
             model(x).square().sum().backward()
@@ -236,7 +236,7 @@ def test_a_diverged_model_is_called_so():
     with torch.no_grad():
         model[0].weight.fill_(float("inf"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(torch.ones(1, 4)).sum())
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(torch.ones(1, 4)).sum(), credit="step")
     with pytest.raises(RowOwnershipError, match="not finite"), accountant.step(range(3)):
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()

@@ -47,7 +47,7 @@ def test_equal_copies_do_not_hide_whose_is_used(use: str) -> None:
     g_n = sample_gradients(lambda j: square(model, x[j : j + 1]), N, params)
     optimizer = torch.optim.SGD(params, lr=0.1)
     want = contributions(g_n, [sgd_gain(optimizer, p, p) for p in params], gradients(square(model, x[:1]), params))
-    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1, credit="step")
     if use == "plain":
         with accountant.step(range(N)):
             square(model, x).backward()
@@ -75,7 +75,7 @@ def test_modules_that_run_again_are_booked_once() -> None:
     for microbatches in (False, True):
         model = nn.Sequential(Half()).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0) as accountant:
+        with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0, credit="step") as accountant:
             for _ in range(3):
                 with accountant.step(None if microbatches else range(N)) as step:
                     if microbatches:
@@ -98,7 +98,7 @@ def test_modules_that_run_again_beside_another_optimizer(order: tuple[int, int])
         optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.0), torch.optim.AdamW(model[1].parameters(), lr=0.1)]
         used = [optimizers[i] for i in order] if other_trains else [optimizers[1]]
         model[0].requires_grad_(other_trains)
-        with inrun.Accountant(model, used, lambda m: square(m, x[:1]), audit_every=0) as accountant:
+        with inrun.Accountant(model, used, lambda m: square(m, x[:1]), audit_every=0, credit="step") as accountant:
             for _ in range(3):
                 with accountant.step(range(N)):
                     square(model, x).backward()
@@ -128,7 +128,7 @@ def test_a_use_with_the_weights_frozen_is_not_scored(with_rule: bool) -> None:
     twins = list(twin.parameters())
     g_n = sample_gradients(lambda j: loss(twin, x[j : j + 1], other[j : j + 1]), N, twins)
     want = contributions(g_n, [sgd_gain(optimizer, p, p) for p in params], gradients(square(twin, x[:1]), twins))
-    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1, credit="step") as accountant:
         with accountant.step(range(N)):
             loss(model, x, other).backward()
             optimizer.step()
@@ -141,7 +141,10 @@ def test_functional_call_on_modules_without_a_rule_is_not_scored() -> None:
     model = nn.Sequential(Half(), nn.Linear(D, D)).double()
     teacher = {k: v.detach() * 1.3 for k, v in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1) as accountant, accountant.step(range(N)):
+    with (
+        inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1, credit="step") as accountant,
+        accountant.step(range(N)),
+    ):
         taught = torch.func.functional_call(model, teacher, (x,))
         assert not taught.requires_grad
         (model(x) - taught).square().sum().backward()
@@ -152,7 +155,7 @@ def test_changes_through_data_are_seen() -> None:
     x, weights = floats(N, D), torch.tensor([1.0, 1.0, 50.0, 50.0], dtype=torch.float64)
     model = nn.Linear(D, D).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0, credit="step")
     with pytest.raises(OptimizerError, match="one factor"), accountant.step(range(N)):
         (model(x).square() * weights).sum().backward()
         model.weight.grad.data.view(-1)[8:].clamp_(-5, 5)
@@ -176,7 +179,7 @@ def test_a_parameter_that_was_not_used_may_be_used_later() -> None:
     x = floats(N, D)
     model = Registers().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=2) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=2, credit="step") as accountant:
         for step in range(6):
             model.on = step >= 4
             with accountant.step(range(N)):
@@ -211,14 +214,17 @@ def test_copies_by_other_ways_are_plain() -> None:
     x = floats(N, D)
     model = nn.Sequential(CopiesItself(D, D), nn.Tanh()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), form="shared") as accountant, accountant.step(range(N)):
+    with (
+        inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), form="shared", credit="step") as accountant,
+        accountant.step(range(N)),
+    ):
         twin = copy.deepcopy(model[0])
         want = nn.functional.linear(x, model[0].weight * 0.5, model[0].bias * 0.5)
         assert torch.equal(twin(x), want)
         square(model, x).backward()
         optimizer.step()
     root = ReducesItself().double()
-    with inrun.Accountant(root, torch.optim.SGD(root.parameters(), lr=0.01), lambda m: square(m, x[:1])):
+    with inrun.Accountant(root, torch.optim.SGD(root.parameters(), lr=0.01), lambda m: square(m, x[:1]), credit="step"):
         twin = copy.deepcopy(root)
         assert type(twin) is ReducesItself
         assert torch.equal(twin(x), root(x))
@@ -228,7 +234,7 @@ def test_a_step_that_took_gradient_of_an_older_one_is_not_recorded() -> None:
     x = floats(N, D)
     model = nn.Linear(D, D).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=0, credit="step")
     with pytest.raises(KeyError), accountant.step(range(N)):
         late = square(model, x)
         raise KeyError

@@ -35,7 +35,7 @@ def sgd_truth(model: nn.Module, x: torch.Tensor, lr: float = 0.1) -> torch.Tenso
 
 def attach(model: nn.Module, x: torch.Tensor, kind: str = "SGD", **options):
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    return optimizer, inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1, **options)
+    return optimizer, inrun.Accountant(model, optimizer, lambda m: square(m, x[:1]), audit_every=1, credit="step", **options)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
@@ -55,7 +55,7 @@ def test_autograd_grad_inside_the_step_is_not_counted(kind: str) -> None:
     for saliency in (False, True):
         model = tiny()
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
-        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
         for step in range(3):
             with accountant.step(range(3)):
                 loss = next_token_loss(model, batch(3, step))
@@ -171,20 +171,36 @@ def test_permutation_of_other_samples_is_seen() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_freezing_later_is_refused(freeze: bool) -> None:
+def test_unfreezing_later_is_refused() -> None:
     model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), floats(3, D)
-    model[0].weight.requires_grad_(freeze)
+    model[0].weight.requires_grad_(False)
     _, accountant = attach(model, x)
-    model[0].weight.requires_grad_(not freeze)
-    with pytest.raises(CoverageError, match=r"0\.weight was frozen or unfrozen"), accountant.step(range(3)):
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(CoverageError, match=r"0\.weight was unfrozen"), accountant.step(range(3)):
         pass
+
+
+def test_a_parameter_may_be_frozen_for_a_while() -> None:
+    """It scores nothing meanwhile: the same contributions as if the optimizer did not have it."""
+    found = []
+    for known in (True, False):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), floats(3, D)
+        if not known:
+            model[0].weight.requires_grad_(False)
+        optimizer, accountant = attach(model, x)
+        model[0].weight.requires_grad_(False)
+        with accountant.step(range(3)):
+            square(model, x).backward()
+            optimizer.step()
+        found.append(accountant.last.contributions["validation"])
+    torch.testing.assert_close(*found)
 
 
 def test_loss_before_is_this_steps_loss_with_refresh() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), refresh=3, audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, validation(), refresh=3, audit_every=1, credit="step")
     for step in range(4):
         with torch.no_grad():
             true = float(validation()(model))
@@ -195,7 +211,7 @@ def test_loss_before_is_this_steps_loss_with_refresh() -> None:
 def test_gradient_reset_between_backwards_is_refused() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0, credit="step")
     with pytest.raises(StepError, match="between two backwards"), accountant.step(range(3)):
         next_token_loss(model, batch(3, 0)).backward()
         optimizer.zero_grad()
@@ -206,7 +222,7 @@ def test_gradient_reset_between_backwards_is_refused() -> None:
 def test_gradient_changed_between_microbatches_is_refused() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0, credit="step")
     with pytest.raises(StepError, match="between two backwards"), accountant.step() as step:
         for seed in (0, 1):
             with step.microbatch(range(3)):
@@ -219,7 +235,7 @@ def test_gradient_changed_between_microbatches_is_refused() -> None:
 def test_failed_microbatch_breaks_the_step() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0, credit="step")
     with pytest.raises(StepError, match="microbatch of this step failed"), accountant.step() as step:
         with pytest.raises(KeyError), step.microbatch([0]):
             raise KeyError
@@ -232,7 +248,7 @@ def test_gradient_after_an_optimizer_stepped_is_refused() -> None:
     model = tiny(tied=False)
     first = torch.optim.SGD(model.blocks.parameters(), lr=0.1)
     second = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, [first, second], validation(), audit_every=0)
+    accountant = inrun.Accountant(model, [first, second], validation(), audit_every=0, credit="step")
     with pytest.raises((StepError, CoverageError), match=r"head\.weight"), accountant.step(range(3)):
         next_token_loss(model, batch(3, 0)).backward()
         first.step()
@@ -244,7 +260,7 @@ def test_gradient_after_an_optimizer_stepped_is_refused() -> None:
 def test_backward_outside_the_microbatch_of_an_unobserved_forward() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=0, credit="step")
     with pytest.raises(CoverageError, match=r"tokens\.weight"), accountant.step() as step:
         with step.microbatch(range(3)):
             next_token_loss(model, batch(3, 0)).backward()
@@ -268,7 +284,7 @@ def test_token_buffer_refilled_between_microbatches() -> None:
     for refill in (False, True):
         model = tiny(tied=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
         buffer = torch.empty(3, 9, dtype=torch.long)
         with accountant.step() as step:
             for seed in (0, 1):
@@ -328,7 +344,7 @@ def test_bfloat16_model_agrees_with_its_float32_twin() -> None:
     results = []
     for model in (exact, rough):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
         results.append(train_step(accountant, model, optimizer, batch(4, 0), clip=0.5).contributions["validation"])
     assert relative_error(results[1], results[0]) < 0.1
 
@@ -336,10 +352,10 @@ def test_bfloat16_model_agrees_with_its_float32_twin() -> None:
 def test_autocast_passes_the_audit() -> None:
     model = tiny(dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+    accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
     exact = tiny(dtype=torch.float32)
     exact_optimizer = torch.optim.SGD(exact.parameters(), lr=0.1)
-    exact_accountant = inrun.Accountant(exact, exact_optimizer, validation(), audit_every=1)
+    exact_accountant = inrun.Accountant(exact, exact_optimizer, validation(), audit_every=1, credit="step")
     expected = train_step(exact_accountant, exact, exact_optimizer, batch(4, 0)).contributions["validation"]
     with accountant.step(range(4)):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -403,7 +419,7 @@ def test_ledger_has_the_rate_of_the_step() -> None:
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
-    accountant = inrun.Accountant(model, optimizer, validation())
+    accountant = inrun.Accountant(model, optimizer, validation(), credit="step")
     with accountant.step(range(3)):
         next_token_loss(model, batch(3, 0)).backward()
         optimizer.step()
@@ -439,7 +455,7 @@ def test_fused_optimizer_divides_the_loss_scale_out() -> None:
     for scaled in (False, True):
         model = tiny(dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1)
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, credit="step")
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
         for step in range(3):
             with accountant.step(range(3)):

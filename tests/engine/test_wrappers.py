@@ -30,7 +30,7 @@ def final(attach):
     wrapped = nn.parallel.DistributedDataParallel(model, static_graph=static)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(rank))
-    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[0][:1]).square().sum()) if attach else None
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[0][:1]).square().sum(), credit="step") if attach else None
     for rows in x:
         wrapped(rows).square().sum().backward()
         optimizer.step()
@@ -43,7 +43,7 @@ def final(attach):
             told["step"] = str(error)
         accountant.close()
         try:
-            inrun.Accountant(wrapped, optimizer, lambda m: m(x[0]).sum())
+            inrun.Accountant(wrapped, optimizer, lambda m: m(x[0]).sum(), credit="step")
         except ConfigurationError as error:
             told["model"] = str(error)
     return [p.detach().clone() for p in model.parameters()]

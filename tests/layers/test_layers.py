@@ -50,7 +50,9 @@ def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: in
     trainable = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     acc_form = form if form in ("shared", "project") else "auto"
-    with inrun.Accountant(model, optimizer, {str(i): val_loss(i) for i in range(sets)}, form=acc_form, audit_every=1) as accountant:
+    with inrun.Accountant(
+        model, optimizer, {str(i): val_loss(i) for i in range(sets)}, form=acc_form, audit_every=1, credit="step"
+    ) as accountant:
         with accountant.step(range(n)):
             (masked_sum(model(cast(x)), mask) / norm).backward()
             optimizer.step()
@@ -99,8 +101,10 @@ def test_outer_products_of_any_shape(n: int, t: int, p: int, q: int, k: int, see
     x, y, v = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((n, t, p), (n, t, q), (k, p, q)))
     per_sample = torch.einsum("ntp,ntq->npq", x, y)
     expected = torch.einsum("npq,kpq->nk", per_sample, v)
-    total, shared = shared_outer(x, y, v)
-    _, rows = shared_outer(x, y, v, by_rows=True)
+    signs = torch.randint(0, 2, (p * q,), generator=g).double() * 2 - 1
+    total, shared, segments = shared_outer(x, y, v, signs=signs, segment=q)
+    torch.testing.assert_close(segments, (per_sample.flatten(1) * signs).view(n, p, q).sum(-1), rtol=1e-12, atol=1e-11)
+    _, rows, _ = shared_outer(x, y, v, by_rows=True)
     torch.testing.assert_close(rows, torch.einsum("npq,kpq->nkp", per_sample, v), rtol=1e-12, atol=1e-11)
     torch.testing.assert_close(Outer(x, y).contract_by_rows(v), rows, rtol=1e-12, atol=1e-11)
     torch.testing.assert_close(total, per_sample.sum(0), rtol=1e-12, atol=1e-12)
@@ -147,6 +151,7 @@ def test_shared_weight_gradients_equal_the_frameworks() -> None:
             optimizer,
             lambda net, x=x: masked_sum(net(x[:1]), torch.ones(1, 4)),
             form=form if form in ("shared", "project") else "auto",
+            credit="step",
         )
         with accountant.step(range(5)):
             masked_sum(model(x), mask).backward()
@@ -175,7 +180,7 @@ def test_fallback_replays_dropout() -> None:
     model = DropoutInside().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 3, D, dtype=torch.float64)
-    with inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1) as accountant:
+    with inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), audit_every=1, credit="step") as accountant:
         with accountant.step(range(4)):
             model(x).square().sum().backward()
             optimizer.step()

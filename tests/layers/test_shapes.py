@@ -8,6 +8,7 @@ from torch import Tensor
 
 from inrun.layers.registry import nbytes_of
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.sketch import SketchPlan, fold, from_bits
 
 N, T, P, Q, K, ROWS = 4, 3, 5, 6, 2, 7
 
@@ -51,22 +52,56 @@ def test_contract_total_and_sketch(name: str) -> None:
     total, c = shape.total_and_contract(v, by_rows=False)
     torch.testing.assert_close(total, whole.sum(0))
     torch.testing.assert_close(c, torch.einsum("npq,kpq->nk", whole, v))
-    for buckets in (1, 4, 9):
-        sketch = torch.zeros(N, buckets, dtype=torch.float64)
-        for j, column in enumerate((whole * signs).flatten(1).t()):
-            sketch[:, j % buckets] += column
-        torch.testing.assert_close(shape.sketch(signs, buckets), sketch)
+    for segment in (1, whole.shape[2]):
+        sums = (whole * signs).flatten(1).view(len(whole), -1, segment).sum(2)
+        weights = torch.arange(1, sums.shape[1] + 1).double()
+        for buckets in (1, 4, 9):
+            plan = SketchPlan(whole.shape[1], whole.shape[2], segment, buckets)
+            sketch = torch.zeros(len(whole), buckets, dtype=torch.float64)
+            for j, column in enumerate((sums * weights).t()):
+                sketch[:, j % buckets] += column
+            found = shape.sketch(signs.reshape(-1), weights, plan)
+            if isinstance(shape, LookUp):
+                found = (scattered(found, plan, buckets),)
+            torch.testing.assert_close(found[0], sketch)
+            torch.testing.assert_close(shape.total_and_sketch(v, signs.reshape(-1), weights, plan)[1], c)
+
+
+def scattered(found: tuple[torch.Tensor, ...], plan: SketchPlan, buckets: int) -> torch.Tensor:
+    """Let rows that were kept apart fall into buckets after all."""
+    values, rows = found[0], from_bits(found[1])
+    table = torch.zeros(len(values), plan.rows, plan.per_row, dtype=torch.float64)
+    for n in range(len(values)):
+        for t, row in enumerate(rows[n]):
+            table[n, row] += values[n, t]
+    return fold(table.flatten(1), torch.ones(()), buckets)
+
+
+@pytest.mark.parametrize("heavy", [1, 2])
+def test_the_heaviest_rows_are_kept_apart(heavy: int) -> None:
+    shape, whole = outer()
+    signs, weights = torch.ones(P * Q).double(), torch.ones(P).double()
+    plan = SketchPlan(P, Q, Q, 3, heavy)
+    rest, values, bits = shape.sketch(signs, weights, plan)
+    rows = from_bits(bits)
+    energy = whole.sum(2).square()
+    assert torch.equal(rows, torch.topk(energy, heavy, dim=1).indices)
+    torch.testing.assert_close(values[..., 0], whole.sum(2).gather(1, rows))
+    plain = shape.sketch(signs, weights, SketchPlan(P, Q, Q, 3))[0]
+    torch.testing.assert_close(rest.sum(1) + values.sum((1, 2)), plain.sum(1))  # nothing is lost, nothing counted twice
 
 
 def test_sketches_estimate_inner_products() -> None:
-    """Unbiased: the mean over random signs of ⟨Sg, Sv⟩ is ⟨g, v⟩."""
+    """Unbiased: the mean over random signs of ⟨Sg, Sv⟩ is ⟨g, v⟩, with weights ρ on one side and 1/ρ on the other."""
     shape, whole = outer()
     v = floats(1, P, Q, seed=5)
     generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(P * Q, generator=generator, dtype=torch.float64) + 0.5
+    plan = SketchPlan(P, Q, 1, 8)
     found = []
     for _ in range(4000):
-        signs = torch.randint(0, 2, (P, Q), generator=generator).double() * 2 - 1
-        found.append(shape.sketch(signs, 8) @ Formed(v).sketch(signs, 8)[0])
+        signs = torch.randint(0, 2, (P * Q,), generator=generator).double() * 2 - 1
+        found.append(shape.sketch(signs, weights, plan)[0] @ Formed(v).sketch(signs, 1 / weights, plan)[0][0])
     expected = torch.einsum("npq,kpq->n", whole, v)
     spread = torch.stack(found).std(0) / 4000**0.5
     assert bool(((torch.stack(found).mean(0) - expected).abs() < 4 * spread).all())
