@@ -28,6 +28,22 @@ def describe(status: Status) -> str:
     return ", ".join(parts)
 
 
+def ending(run: str, most: int = 4) -> list[str]:
+    """Return what the books of a run are worth, set by set, with the steps that hold an outsized part."""
+    from inrun.analysis import summarise_run
+    from inrun.analysis.verdict import GIVEN, percent
+
+    lines = []
+    for s in summarise_run(run).sets[:most]:
+        lines.append(f"{printable(s.validation, 40)}: {s.verdict}")
+        if s.outsized:
+            named = ", ".join(f"{o.step} ({percent(o.share)}; {o.why[0]})" for o in s.outsized[:most])
+            more = f" and {s.outsized_steps - most} more" if s.outsized_steps > most else ""
+            lines.append(f"  {percent(s.outsized_share)} of {GIVEN} is in steps {named}{more}")
+        lines += [f"  > {line}" for line in s.advice]
+    return lines
+
+
 @contextlib.contextmanager
 def training_line(quiet: bool = False) -> Iterator[Callable[[Status], None]]:
     """Show where training stands."""
