@@ -21,6 +21,8 @@ LEAST_SAMPLES = 10
 SPARED, SPARED_PART = 3, 100
 #: A sample stands out from this many times the largest of the others on, if it holds this share or that many times an even one.
 FACTOR, LEAST_SHARE, LEAST_TIMES = 5.0, 0.005, 100.0
+#: One that holds both this share and this many times an even one is named whatever the others hold: rough steps raise theirs.
+LARGE_SHARE, LARGE_TIMES = 0.05, 20.0
 #: Samples that are named in a set.
 MOST_SAMPLES = 10
 
@@ -93,7 +95,9 @@ def _far_out(connection: Any, samples: int, whole: float) -> list[tuple[Any, ...
     usual = connection.execute(f"SELECT held FROM sample_parts ORDER BY held DESC LIMIT 1 OFFSET {spared}").fetchone()[0]
     if not usual > 0:
         return []
-    least = max(FACTOR * usual, min(LEAST_SHARE * whole, LEAST_TIMES * whole / samples))
+    even = whole / samples
+    far = max(FACTOR * usual, min(LEAST_SHARE * whole, LEAST_TIMES * even))
+    least = min(far, max(LARGE_SHARE * whole, LARGE_TIMES * even))
     asked = "SELECT sample_id, held, total, uses, step, most FROM sample_parts WHERE held >= $least"
     rows = connection.execute(f"{asked} ORDER BY held DESC, sample_id LIMIT {MOST_SAMPLES}", {"least": least}).fetchall()
     return list(rows)
