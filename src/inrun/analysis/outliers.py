@@ -39,8 +39,9 @@ class OutsizedSample:
     #: What it got in all; positive = it lowered the loss.
     total: float
     uses: int
-    #: The step of its largest use.
+    #: The step of its largest use, and what it holds of that step.
     step: int
+    step_share: float
     #: The likely reasons, in plain words.
     why: list[str]
 
@@ -114,9 +115,10 @@ def _step_sums(connection: Any, used: str, labels: list[str], steps: Iterable[in
 def _sample(row: tuple[Any, ...], samples: int, whole: float, usual_uses: float, at: dict[int, float]) -> OutsizedSample:
     sample_id, held, total, uses, step, most = row
     times = samples * held / whole
+    of_step = most / at[step]
     why = [f"an outlier: {times_word(times)} an even share"]
     if most >= 0.5 * held:
-        why.append(f"{100 * most / at[step]:.0f} % of step {step}")
+        why.append(f"{100 * of_step:.0f} % of step {step}")
     if uses >= 5 * usual_uses:
         why.append(f"used {uses:,} times, where {usual_uses:.2g} is usual")
-    return OutsizedSample(sample_id, held / whole, times, total, uses, step, why)
+    return OutsizedSample(sample_id, held / whole, times, total, uses, step, of_step, why)

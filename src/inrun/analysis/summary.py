@@ -13,13 +13,15 @@ import pyarrow as pa
 
 from inrun.analysis.outliers import OutsizedSample, outsized_samples, samples_in_table
 from inrun.analysis.steps import FIGURES, OutsizedStep, Steps, audited_share, outsized_steps, top_steps
-from inrun.analysis.verdict import advise, game_of, judge
+from inrun.analysis.verdict import advise, game_of, judge, percent
 from inrun.ledger import LedgerReader
 from inrun.ledger.labels import sets_of_accounts
 from inrun.ledger.reader import reader_of
 
 #: Validation sets that get a page of their own; a set that is scored point by point may have thousands.
 MOST_PAGES = 20
+#: A sample is a reason for a step's size from this part of it on.
+MUCH = 0.25
 #: The accounts beside data; which of them a step has depends on the game.
 PARTS = ("optimizer", "momentum", "decay", "inherited", "residual")
 #: Outsized steps that are kept, and audited steps with the largest residuals.
@@ -169,7 +171,7 @@ def summarise_set(
     off = np.abs(steps["residual"])
     spread = math.fsum(np.nan_to_num(steps["spread"][measured]))
     order = sorted(np.flatnonzero(measured).tolist(), key=lambda i: -off[i])[:MOST_WORST]
-    outsized = outsized_steps(steps)
+    outsized = _with_samples(outsized_steps(steps), samples or [])
     count, share = top_steps(steps)
     points = steps["points"][~np.isnan(steps["points"])]
     found = SetSummary(
@@ -201,6 +203,15 @@ def summarise_set(
     found.state, found.short, found.verdict = verdict.state, verdict.short, verdict.words
     found.advice = advise(found, verdict.state, method, update, credit)
     return found
+
+
+def _with_samples(outsized: list[OutsizedStep], samples: list[OutsizedSample]) -> list[OutsizedStep]:
+    """Give steps the samples that hold much of them as a reason."""
+    for step in outsized:
+        step.why.extend(
+            f"{percent(s.step_share)} of it is sample {s.sample_id}" for s in samples if s.step == step.step and s.step_share > MUCH
+        )
+    return outsized
 
 
 def _worst(steps: Steps, i: int) -> WorstStep:

@@ -70,7 +70,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
     """Say what to do about it, the most useful first; nothing for calm books that balance."""
     found = []
     if state in ("thin", "unmeasured"):
-        found.append("Audit more often (audit_every=1 audits every step), at least while the run is rough.")
+        found.append("Audit more often (audit_every=1 audits every step).")
     if state in ("rough", "coarse"):
         found.append(finer(method, update, credit))
     if s.outsized:
@@ -78,7 +78,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
         early = sum(o.share for o in s.outsized if any("first steps" in w for w in o.why))
         late = s.outsized_share - early
         cures = [cure for cure, held in (("a lower learning rate", late), ("a longer warm-up", early)) if held > 0]
-        found.append(f"Train with {' and '.join(cures)}: fewer rough steps, and the scores are no longer theirs alone.")
+        found.append(f"Train with {' and '.join(cures)}, so that a few rough steps do not decide the scores.")
     elif s.samples:
         found.append("Rank samples by the rank view (--view rank), in which no use counts for more than its place in its step.")
     if s.samples:
