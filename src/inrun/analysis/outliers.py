@@ -23,6 +23,8 @@ SPARED, SPARED_PART = 3, 100
 FACTOR, LEAST_SHARE, LEAST_TIMES = 5.0, 0.005, 100.0
 #: One that holds both this share and this many times an even one is named whatever the others hold: rough steps raise theirs.
 LARGE_SHARE, LARGE_TIMES = 0.05, 20.0
+#: A sample is an outlier of its step from this many times an even share on (half of a small step); else the step itself is large.
+OUTLIER = 4.0
 #: Samples that are named in a set.
 MOST_SAMPLES = 10
 
@@ -104,19 +106,23 @@ def _far_out(connection: Any, samples: int, whole: float) -> list[tuple[Any, ...
     return list(rows)
 
 
-def _step_sums(connection: Any, used: str, labels: list[str], steps: Iterable[int]) -> dict[int, float]:
+def _step_sums(connection: Any, used: str, labels: list[str], steps: Iterable[int]) -> dict[int, tuple[float, int]]:
     chosen = list(steps)
     if not chosen:
         return {}
-    asked = f"SELECT step, sum(abs(c)) FROM ({used}) WHERE list_contains($steps, step) GROUP BY 1"
-    return dict(connection.execute(asked, {"labels": labels, "steps": chosen}).fetchall())
+    asked = f"SELECT step, sum(abs(c)), count(*) FROM ({used}) WHERE list_contains($steps, step) GROUP BY 1"
+    return {step: (held, n) for step, held, n in connection.execute(asked, {"labels": labels, "steps": chosen}).fetchall()}
 
 
-def _sample(row: tuple[Any, ...], samples: int, whole: float, usual_uses: float, at: dict[int, float]) -> OutsizedSample:
+def _sample(
+    row: tuple[Any, ...], samples: int, whole: float, usual_uses: float, at: dict[int, tuple[float, int]]
+) -> OutsizedSample:
     sample_id, held, total, uses, step, most = row
     times = samples * held / whole
-    of_step = most / at[step]
-    why = [f"an outlier: {times_word(times)} an even share"]
+    step_held, step_samples = at[step]
+    of_step = most / step_held
+    is_outlier = of_step * step_samples >= min(OUTLIER, 0.5 * step_samples)
+    why = [f"{'an outlier' if is_outlier else 'used in a large step'}: {times_word(times)} an even share"]
     if most >= 0.5 * held:
         why.append(f"{100 * of_step:.0f} % of step {step}")
     if uses >= 5 * usual_uses:

@@ -19,7 +19,7 @@ def page(s: SetSummary, summary: Summary) -> str:
     if s.relative_residual is not None:
         lines.append(f"  |residual| / Σ|c_n| = {s.relative_residual:.3g}")
     if s.worst:
-        named = ", ".join(f"{w.step} ({w.residual:+.2g}, {100 * w.relative:.2g} %)" for w in s.worst[:3])
+        named = ", ".join(f"{w.step} ({w.residual:+.2g}, {percent(w.relative)})" for w in s.worst[:3])
         lines.append(f"  largest residuals at steps {named}")
     lines += [*(f"  {line}" for line in sums(s, whole)), *(f"  {line}" for line in standing_out(s))]
     lines.append(f"  {s.verdict}")
@@ -72,24 +72,23 @@ def sums(s: SetSummary, whole: bool) -> list[str]:
     ]
 
 
-def standing_out(s: SetSummary) -> list[str]:
+def standing_out(s: SetSummary, named: int = MOST_NAMED) -> list[str]:
     """Name the steps and samples that hold an outsized part of Σ|c|, with their share and why."""
     lines = []
     if s.outsized:
         hold = "holds" if s.outsized_steps == 1 else "hold"
         lines.append(f"{s.outsized_steps:,} of {_steps(s.steps - s.skipped)} {hold} {percent(s.outsized_share)} of {GIVEN}:")
-        lines += [f"  {step_words(o)}" for o in s.outsized[:MOST_NAMED]]
-        if s.outsized_steps > MOST_NAMED:
-            lines.append(f"  and {s.outsized_steps - MOST_NAMED:,} more")
+        lines += [f"  {step_words(o)}" for o in s.outsized[:named]]
+        if s.outsized_steps > named:
+            lines.append(f"  and {s.outsized_steps - named:,} more")
     if s.top_share is not None and s.steps - s.skipped > 1:
-        lines.append(
-            f"The top 3 % of steps ({s.top_steps:,}) {'holds' if s.top_steps == 1 else 'hold'} {percent(s.top_share)} of it."
-        )
+        hold, of = "holds" if s.top_steps == 1 else "hold", "it" if s.outsized else GIVEN
+        lines.append(f"The top 3 % of steps ({s.top_steps:,}) {hold} {percent(s.top_share)} of {of}.")
     if s.samples:
         lines.append("Single samples that hold an outsized part:")
-        lines += [f"  sample {o.sample_id}: {percent(o.share)}, {o.total:+.2g}; {'; '.join(o.why)}" for o in s.samples[:MOST_NAMED]]
-        if len(s.samples) > MOST_NAMED:
-            lines.append(f"  and {len(s.samples) - MOST_NAMED} more")
+        lines += [f"  sample {o.sample_id}: {percent(o.share)}, {o.total:+.2g}; {'; '.join(o.why)}" for o in s.samples[:named]]
+        if len(s.samples) > named:
+            lines.append(f"  and {len(s.samples) - named} more")
     return lines
 
 

@@ -46,24 +46,23 @@ def judge(s: SetSummary, method: str, update: str, credit: str) -> Verdict:
     if relative is None:
         words = "No audited step measured the residual, so nothing says how far the method is off."
         return Verdict("unmeasured", "no audited step measured the residual", words)
-    size = f"The residual is {percent(relative)} of {GIVEN} on the audited steps"
-    held = "" if share is None else f", which hold {percent(share)} of that over the run"
+    size = f"The residual is {percent(relative)} of {GIVEN}"
+    if share != 1.0:
+        size += " on the audited steps" + ("" if share is None else f", which hold {percent(share)} of that over the run")
     if relative > COARSE:
         what = "the quadrature" if credit == "whole" else f"{method}+{update}"
-        return Verdict("coarse", "too coarse for these steps", f"{size}{held}: {what} is too coarse for steps of this size.")
+        return Verdict("coarse", "too coarse for these steps", f"{size}: {what} is too coarse for steps of this size.")
     if share is None or share <= MOST:
         known = "an unknown part" if share is None else percent(share)
         words = f"The audited steps hold {known} of {GIVEN}: too little to judge. On them the residual is {percent(relative)}."
         return Verdict("thin", f"on steps that hold {known} of Σ|c|, too little to judge", words)
     unseen = [o for o in s.outsized if not o.audited]
     if unseen:
-        words = (
-            f"{size}{held}. Too little to judge: not audited were outsized steps that hold {percent(sum(o.share for o in unseen))}."
-        )
+        words = f"{size}. Too little to judge: not audited were outsized steps that hold {percent(sum(o.share for o in unseen))}."
         return Verdict("thin", "outsized steps were not audited, too little to judge", words)
     if relative <= BALANCED:
-        return Verdict("balanced", "the books balance", f"{size}{held}: the books balance.")
-    return Verdict("rough", "ranks hold, sums are rough", f"{size}{held}: ranks hold, sums are off by about that much.")
+        return Verdict("balanced", "the books balance", f"{size}: the books balance.")
+    return Verdict("rough", "ranks hold, sums are rough", f"{size}: ranks hold, sums are off by about that much.")
 
 
 def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> list[str]:
@@ -81,7 +80,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
         found.append(f"Train with {' and '.join(cures)}, so that a few rough steps do not decide the scores.")
     elif s.samples:
         found.append("Rank samples by the rank view (--view rank), in which no use counts for more than its place in its step.")
-    if s.samples:
+    if any("outlier" in sample.why[0] for sample in s.samples or []):
         found.append("Look at the samples that are named: broken or very long texts, wrong labels, copies in one batch.")
     if credit != "whole" and s.momentum is not None and abs(s.momentum) > MUCH * abs(s.fall):
         found.append(

@@ -14,6 +14,8 @@ from inrun.training.loop import Status
 
 #: Seconds between plain lines at the beginning.
 PATIENCE = 2.0
+#: Validation sets, and steps and samples of each, that the last words of a run speak of.
+MOST_SETS, MOST_NAMED = 4, 3
 
 
 def describe(status: Status) -> str:
@@ -28,18 +30,15 @@ def describe(status: Status) -> str:
     return ", ".join(parts)
 
 
-def ending(run: str, most: int = 4) -> list[str]:
-    """Return what the books of a run are worth, set by set, with the steps that hold an outsized part."""
+def ending(run: str) -> list[str]:
+    """Return what the books of a run are worth, set by set, with the steps and samples that hold an outsized part."""
     from inrun.analysis import summarise_run
-    from inrun.analysis.verdict import GIVEN, percent
+    from inrun.analysis.summary_page import standing_out
 
     lines = []
-    for s in summarise_run(run).sets[:most]:
+    for s in summarise_run(run).sets[:MOST_SETS]:
         lines.append(f"{printable(s.validation, 40)}: {s.verdict}")
-        if s.outsized:
-            named = ", ".join(f"{o.step} ({percent(o.share)}; {o.why[0]})" for o in s.outsized[:most])
-            more = f" and {s.outsized_steps - most} more" if s.outsized_steps > most else ""
-            lines.append(f"  {percent(s.outsized_share)} of {GIVEN} is in steps {named}{more}")
+        lines += [f"  {line}" for line in (standing_out(s, MOST_NAMED) if s.outsized or s.samples else [])]
         lines += [f"  > {line}" for line in s.advice]
     return lines
 
