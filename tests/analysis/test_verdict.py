@@ -284,7 +284,7 @@ def test_an_outlier_is_named_and_a_calm_run_names_no_sample(folds: int) -> None:
 def test_samples_of_a_large_step_are_told_from_outliers() -> None:
     table = uses(1600)
     values = table["contribution"].to_numpy().copy()
-    values[table["step"].to_numpy() == 30] = 40 * np.abs(values).mean() * np.sign(np.arange(8) - 3.5)
+    values[table["step"].to_numpy() == 30] = 100 * np.abs(values).mean() * np.sign(np.arange(8) - 3.5)
     found = samples_in_table(table.set_column(3, "contribution", pa.array(values, pa.float32())))["v"]
     assert len(found) == 8 and all("used in a large step" in o.why[0] and o.step == 30 for o in found)
     (only,) = samples_in_table(with_outlier(uses(), 17, 100))["v"]

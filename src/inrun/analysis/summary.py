@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from inrun.analysis.outliers import OutsizedSample, outsized_samples, samples_in_table
 from inrun.analysis.steps import FIGURES, OutsizedStep, Steps, audited_share, outsized_steps, top_steps
+from inrun.analysis.verdict import advice as advice  # known by this place
 from inrun.analysis.verdict import advise, game_of, judge, percent
 from inrun.ledger import LedgerReader
 from inrun.ledger.labels import sets_of_accounts

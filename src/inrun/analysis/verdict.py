@@ -71,7 +71,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
     if state in ("thin", "unmeasured"):
         found.append("Audit more often (audit_every=1 audits every step).")
     if state in ("rough", "coarse"):
-        found.append(finer(method, update, credit))
+        found.append(advice(method, update, credit))
     if s.outsized:
         found.append("Rank samples by the rank view (--view rank), in which every step counts the same.")
         early = sum(o.share for o in s.outsized if any("first steps" in w for w in o.why))
@@ -89,7 +89,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
     return found
 
 
-def finer(method: str, update: str, credit: str = "step") -> str:
+def advice(method: str, update: str, credit: str = "step") -> str:
     """Name the next finer choice; of a method that is not registered here, say what there is."""
     if credit == "whole":
         return 'Take more quadrature points (quadrature="gauss3"), or a smaller learning rate.'
