@@ -10,27 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from inrun.analysis import queries, summarise
-from inrun.analysis.summary import MOST_PAGES, verdict
+from inrun.analysis.summary import MOST_PAGES
 from inrun.cli.main import cli
 from inrun.ledger import Ledger, StepRecord
 from inrun.ledger.schema import ACCOUNTS
 from inrun.report.gather import gather
-
-
-@pytest.mark.parametrize(
-    ("relative", "method", "update", "says"),
-    [
-        (None, "first", "frozen", "audit more often"),
-        (0.001, "midpoint", "secant", "books balance"),
-        (0.05, "first", "frozen", 'method="midpoint"'),
-        (0.5, "first", "sgd", 'update="secant"'),
-        (0.5, "second", "secant", 'method="midpoint"'),
-        (0.5, "midpoint", "frozen", 'update="secant"'),
-        (0.5, "midpoint", "secant", "gauss3"),
-    ],
-)
-def test_verdicts(relative, method: str, update: str, says: str) -> None:
-    assert says in verdict(relative, method, update)
 
 
 def test_summary_adds_up_and_leaves_gaps_open() -> None:
@@ -94,7 +78,7 @@ def test_points_are_sets_and_folds_are_parts_of_one_in_audit_scores_and_report(t
     assert audited["p[1]"].relative_residual == pytest.approx(1.0)
     # The folds' do: (0.3 - 0.3 + 0.4) / 3 against the size of their mean.
     assert audited["f"].relative_residual == pytest.approx(0.4 / 3 / 4)
-    assert [a.relative_residual for a in page.accounts] == pytest.approx([audited[n].relative_residual for n in names])
+    assert [a.judged.relative_residual for a in page.accounts] == pytest.approx([audited[n].relative_residual for n in names])
     # The data account is the sum of the scores, with the standard error of the folds' totals 6, 10 and 8.
     for name, part in audited.items():
         assert part.data == pytest.approx(sum(r["score"] for r in scores.to_pylist() if r["validation"] == name))
@@ -139,18 +123,3 @@ def test_skipped_steps_are_counted_by_reason_whatever_the_details(tmp_path) -> N
         for step, text in enumerate(texts):
             ledger.write(StepRecord(step, np.arange(2), {}, [account("v", step) | {"skipped": text}]))
     assert queries.info(tmp_path / "run").skipped == {"validation loss is not finite": 2, "something else: 3": 1}
-
-
-FEW = [
-    (3, 150, "3 audited of 150 steps: too few"),
-    (19, 1000, "too few"),
-    (150, 150, "balance"),
-    (10, 150, "balance"),
-    (3, 3, "balance"),
-]
-
-
-@pytest.mark.parametrize(("audited", "steps", "says"), FEW)
-def test_a_verdict_from_three_steps_is_none(audited: int, steps: int, says: str) -> None:
-    assert says in verdict(0.0005, "midpoint", "secant", audited, steps)
-    assert "too coarse" in verdict(0.66, "midpoint", "secant", audited, steps)

@@ -162,7 +162,7 @@ CASES = {
     "no metadata": (lambda p: simple(p, metadata=False), ["No metadata was registered", "9 used, 0 registered"]),
     "no folds": (simple, ["needs folds", "Negative samples"]),
     "folds": (lambda p: simple(p, labels=("v#0", "v#1", "v#2")), ["(3 folds)"]),
-    "no audits": (simple, ["no step was audited", "audit more often"]),
+    "no audits": (simple, ["no step was audited", "Audit more often (audit_every=1"]),
     "audits": (
         lambda p: simple(p, loss_after=1.5, optimizer=0.2, momentum=0.3, decay=-0.1, residual=0.001),
         ["the books balance", "over 6 audited of 6 steps"],
@@ -235,18 +235,23 @@ def test_books_are_those_of_the_summary(story):
         found.accounts, sorted(summarise(reader.accounts(), "midpoint", "secant").sets, key=lambda s: s.validation), strict=True
     ):
         assert (books.name, books.steps, books.audited) == (truth.validation, truth.steps, truth.audited)
-        assert books.fall == pytest.approx(truth.fall) and books.relative_residual == pytest.approx(truth.relative_residual)
-        for part, value in books.totals.items():
+        assert books.fall == pytest.approx(truth.fall) and books.judged.relative_residual == pytest.approx(truth.relative_residual)
+        measured = {part: value for part, value in books.totals.items() if value is not None}
+        assert set(measured) == {"data", "optimizer", "momentum", "decay", "residual"}
+        for part, value in measured.items():
             assert value == pytest.approx(getattr(truth, part))
             assert books.audited_curve[part][-1] == pytest.approx(value, rel=1e-4)
-        assert books.verdict == truth.verdict
+        assert (books.judged.verdict, books.judged.advice) == (truth.verdict, truth.advice)
+        assert books.judged.audited_share == pytest.approx(truth.audited_share)
 
 
 def test_headlines_say_what_they_mean(story):
     found = gather(story, by=None, top=1, text=True)
     cards = {h.label: h for h in headlines(found)[0]}
     assert cards["Samples scored"].value == "300" and cards["Optimizer steps"].value == "60"
-    assert "4 folds" in cards["… clear of their error"].note and cards["Method's error"].mood == "good"
+    assert "4 folds" in cards["… clear of their error"].note
+    error = cards["Method's error"]  # one step in five was audited: a small residual there does not speak for the run
+    assert error.mood == "" and error.value == "0.2\u00a0%" and "too little to judge" in error.note
     assert notices(found) == []
 
 

@@ -1,21 +1,32 @@
-"""The accounts of a run in one page: what the data did, what the optimizer did, how far the method is off."""
+"""The accounts of a run in one page: what data and optimizer did, how far the method is off, and what that is worth."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from inrun.analysis.outliers import OutsizedSample, outsized_samples, samples_in_table
+from inrun.analysis.steps import FIGURES, OutsizedStep, Steps, audited_share, outsized_steps, top_steps
+from inrun.analysis.verdict import advice as advice  # known by this place
+from inrun.analysis.verdict import advise, game_of, judge, percent
+from inrun.ledger import LedgerReader
 from inrun.ledger.labels import sets_of_accounts
-from inrun.methods import METHODS
+from inrun.ledger.reader import reader_of
 
-#: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
-BALANCED, COARSE = 0.01, 0.10
 #: Validation sets that get a page of their own; a set that is scored point by point may have thousands.
 MOST_PAGES = 20
+#: A sample is a reason for a step's size from this part of it on.
+MUCH = 0.25
+#: The accounts beside data; which of them a step has depends on the game.
+PARTS = ("optimizer", "momentum", "decay", "inherited", "residual")
+#: Outsized steps that are kept, and audited steps with the largest residuals.
+MOST_STEPS, MOST_WORST = 20, 5
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class WorstStep:
 class SetSummary:
     """The accounts of one validation set over the audited steps; all in the unit of the loss, positive = the loss fell.
 
-    A point of a set is a set of its own. The folds of a set are averaged, step by step.
+    A point of a set is a set of its own. The folds of a set are averaged, step by step. Validation rows may be drawn anew at every
+    step, so a fall is measured within steps, never from one to another.
     """
 
     validation: str
@@ -42,15 +54,36 @@ class SetSummary:
     data: float
     #: Standard error of ``data`` over the folds; None for a set without.
     data_error: float | None
-    #: None where the optimizer's own part was not measured, or its parts cannot be told apart.
+    #: None where the optimizer's own part was not measured, or its parts cannot be told apart; always so under whole credit.
     optimizer: float | None
     momentum: float | None
     decay: float | None
+    #: Whole credit: momentum from before scoring began.
+    inherited: float | None
     residual: float | None
     #: Σ|residual| / Σ|c_n| over the audited steps: the figure of merit.
     relative_residual: float | None
+    #: What all scored steps, audited or not, paid the samples: the sum of the scores. None where a step does not say.
+    scores_sum: float | None
+    #: What the audited steps hold of Σ|c_n| over all scored steps; None where that is not known.
+    audited_share: float | None
+    #: How many steps the top 3 % are, and what they hold of Σ|c_n|.
+    top_steps: int
+    top_share: float | None
+    #: The most quadrature points that a step took; None where that was not booked.
+    most_points: int | None
     worst: list[WorstStep] = field(default_factory=list)
+    #: Steps that hold an outsized part of Σ|c_n|, the largest first; how many there are, and what all of them hold.
+    outsized: list[OutsizedStep] = field(default_factory=list)
+    outsized_steps: int = 0
+    outsized_share: float = 0.0
+    #: Samples that hold an outsized part; None where nobody looked.
+    samples: list[OutsizedSample] | None = None
+    #: The verdict in a word, in a few words, and in full; and what to do.
+    state: str = ""
+    short: str = ""
     verdict: str = ""
+    advice: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -60,30 +93,131 @@ class Summary:
     method: str
     update: str
     sets: list[SetSummary]
+    #: "whole": samples are paid over all steps that their gradients move; "step": in their own step only.
+    credit: str = "step"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        sets = [{**vars(s), "worst": [vars(w) for w in s.worst]} for s in self.sets]
-        return {"method": self.method, "update": self.update, "validation_sets": sets}
+        sets = [asdict(s) for s in self.sets]
+        return {"method": self.method, "update": self.update, "credit": self.credit, "validation_sets": sets}
 
     def __str__(self) -> str:
         """Return the page."""
-        pages = [_page(s, self.method, self.update) for s in self.sets[:MOST_PAGES]]
+        from inrun.analysis.summary_page import page
+
+        pages = [page(s, self) for s in self.sets[:MOST_PAGES]]
         if len(self.sets) > MOST_PAGES:
             pages.append(f"and {len(self.sets) - MOST_PAGES} more validation sets; as_dict() and inrun audit --json have all")
         return "\n\n".join(pages) or "no steps yet"
 
 
-def summarise(accounts: pa.Table, method: str, update: str) -> Summary:
-    """Add up the accounts of a run, one summary per validation set; see :class:`SetSummary` for points and folds."""
+def summarise(
+    accounts: pa.Table,
+    method: str,
+    update: str,
+    credit: str = "step",
+    uses: pa.Table | Mapping[str, list[OutsizedSample]] | None = None,
+) -> Summary:
+    """Add up the accounts of a run, one summary per validation set; see :class:`SetSummary` for points and folds.
+
+    Args:
+        accounts: One row per step and validation label; columns that older books lack count as empty.
+        method: Of the run.
+        update: Of the run.
+        credit: The game that was scored, "whole" or "step".
+        uses: What every use of a sample was worth (step, sample_id, validation, contribution), to find samples that hold an
+            outsized part; or those found already, by validation set. None: nobody looks.
+    """
     by_label: dict[str, list[dict[str, Any]]] = {}
     for row in accounts.to_pylist():
         by_label.setdefault(row["validation"], []).append(row)
     sets = sets_of_accounts({label: any(r["skipped"] is None for r in rows) for label, rows in by_label.items()})
     order = {label: place for place, label in enumerate(by_label)}  # sets as they were first written
     names = sorted(sets, key=lambda name: order[sets[name][0]])
-    found = [_summarise_set(name, _by_step(by_label, sets[name]), method, update) for name in names]
-    return Summary(method, update, found)
+    samples = samples_in_table(uses) if isinstance(uses, pa.Table) else uses
+    found = Summary(method, update, [], credit)
+    for name in names:
+        rows = _by_step(by_label, sets[name])
+        steps = _columns(rows)
+        error = _fold_error([rows[step] for step in steps.step[steps.audited].tolist()])
+        found.sets.append(summarise_set(name, steps, method, update, credit, None if samples is None else samples.get(name), error))
+    return found
+
+
+def summarise_run(source: LedgerReader | str | Path) -> Summary:
+    """Return the summary of a run's ledger, with the samples that hold an outsized part (in the first sets, if there are many)."""
+    reader = reader_of(source)
+    with reader.tables() as tables:
+        few = dict(list(tables.sets().items())[:MOST_PAGES])
+        samples = outsized_samples(tables.connection, few)
+    method, update = (str(reader.about.get(key, "?")) for key in ("method", "update"))
+    return summarise(reader.accounts(), method, update, game_of(reader.about), samples)
+
+
+def summarise_set(
+    name: str,
+    steps: Steps,
+    method: str,
+    update: str,
+    credit: str = "step",
+    samples: list[OutsizedSample] | None = None,
+    data_error: float | None = None,
+) -> SetSummary:
+    """Add up the steps of one validation set and judge them."""
+    audited = steps.audited
+    measured = audited & ~np.isnan(steps["residual"])
+    booked = bool(audited.any()) and bool((measured == audited).all())
+    none = {"optimizer", "momentum"} if credit == "whole" else {"inherited"}
+    parts = {key: steps.total(key, measured) if booked and key not in none else None for key in PARTS}
+    off = np.abs(steps["residual"])
+    spread = math.fsum(np.nan_to_num(steps["spread"][measured]))
+    order = sorted(np.flatnonzero(measured).tolist(), key=lambda i: -off[i])[:MOST_WORST]
+    outsized = _with_samples(outsized_steps(steps), samples or [])
+    count, share = top_steps(steps)
+    points = steps["points"][~np.isnan(steps["points"])]
+    found = SetSummary(
+        validation=name,
+        steps=len(steps.step),
+        audited=int(audited.sum()),
+        skipped=int((~steps.scored).sum()),
+        fall=math.fsum((steps["loss_before"] - steps["loss_after"])[audited]),
+        data=math.fsum(np.nan_to_num(steps["data"][audited])),
+        data_error=data_error,
+        optimizer=parts["optimizer"],
+        momentum=parts["momentum"],
+        decay=parts["decay"],
+        inherited=parts["inherited"],
+        residual=parts["residual"],
+        relative_residual=math.fsum(off[measured]) / spread if spread > 0 else None,
+        scores_sum=steps.total("data", steps.scored),
+        audited_share=audited_share(steps, measured if measured.any() else audited),
+        top_steps=count,
+        top_share=share,
+        most_points=int(points.max()) if len(points) else None,
+        worst=[_worst(steps, i) for i in order],
+        outsized=outsized[:MOST_STEPS],
+        outsized_steps=len(outsized),
+        outsized_share=math.fsum(s.share for s in outsized),
+        samples=samples,
+    )
+    verdict = judge(found, method, update, credit)
+    found.state, found.short, found.verdict = verdict.state, verdict.short, verdict.words
+    found.advice = advise(found, verdict.state, method, update, credit)
+    return found
+
+
+def _with_samples(outsized: list[OutsizedStep], samples: list[OutsizedSample]) -> list[OutsizedStep]:
+    """Give steps the samples that hold much of them as a reason."""
+    for step in outsized:
+        step.why.extend(
+            f"{percent(s.step_share)} of it is sample {s.sample_id}" for s in samples if s.step == step.step and s.step_share > MUCH
+        )
+    return outsized
+
+
+def _worst(steps: Steps, i: int) -> WorstStep:
+    residual, spread = float(steps["residual"][i]), float(steps["spread"][i])
+    return WorstStep(int(steps.step[i]), residual, abs(residual) / spread if spread > 0 else 0.0)
 
 
 def _by_step(by_label: dict[str, list[dict[str, Any]]], labels: list[str]) -> dict[int, list[dict[str, Any]]]:
@@ -91,43 +225,18 @@ def _by_step(by_label: dict[str, list[dict[str, Any]]], labels: list[str]) -> di
     for label in labels:
         for row in by_label[label]:
             found.setdefault(row["step"], []).append(row)
-    return found
+    return dict(sorted(found.items()))
 
 
-def _summarise_set(name: str, steps: dict[int, list[dict[str, Any]]], method: str, update: str) -> SetSummary:
-    rows = [{"step": step, **_mean(found)} for step, found in sorted(steps.items())]
-    skipped = sum(1 for found in steps.values() if found[0]["skipped"] is not None)
-    audited = [r for r in rows if r["loss_after"] is not None and r["loss_before"] is not None]
-    measured = [r for r in audited if r["residual"] is not None]
-    whole = len(measured) == len(audited) and bool(audited)
-    spread = sum(r["spread"] for r in measured)
-    off = sum(abs(r["residual"]) for r in measured)
-    relative = off / spread if spread > 0 else None
-    worst = sorted(measured, key=lambda r: -abs(r["residual"]))[:5]
-    found = SetSummary(
-        validation=name,
-        steps=len(rows),
-        audited=len(audited),
-        skipped=skipped,
-        fall=math.fsum(r["loss_before"] - r["loss_after"] for r in audited),
-        data=math.fsum(r["data"] for r in audited),
-        data_error=_fold_error([steps[r["step"]] for r in audited]),
-        optimizer=_total(measured, "optimizer") if whole else None,
-        momentum=_total(measured, "momentum") if whole else None,
-        decay=_total(measured, "decay") if whole else None,
-        residual=_total(measured, "residual") if whole else None,
-        relative_residual=relative,
-        worst=[WorstStep(r["step"], r["residual"], abs(r["residual"]) / r["spread"] if r["spread"] else 0.0) for r in worst],
-    )
-    found.verdict = verdict(relative, method, update, found.audited, found.steps - found.skipped)
-    return found
+def _columns(steps: dict[int, list[dict[str, Any]]]) -> Steps:
+    """Average the rows of every step, one per fold of the set; a figure that any of them lacks is missing."""
+    figures = {key: [_mean([row.get(key) for row in rows]) for rows in steps.values()] for key in FIGURES}
+    return Steps.of(list(steps), [rows[0]["skipped"] is None for rows in steps.values()], figures)
 
 
-def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Average the rows of one step, one per fold of the set; None where any is missing."""
-    keys = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum", "decay", "residual")
-    columns = {key: [r[key] for r in rows] for key in keys}
-    return {key: None if None in values else math.fsum(values) / len(values) for key, values in columns.items()}
+def _mean(values: list[float | None]) -> float | None:
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    return math.fsum(known) / len(known) if len(known) == len(values) else None
 
 
 def _fold_error(steps: list[list[dict[str, Any]]]) -> float | None:
@@ -135,69 +244,5 @@ def _fold_error(steps: list[list[dict[str, Any]]]) -> float | None:
     totals: dict[str, float] = {}
     for rows in steps:
         for row in rows:
-            totals[row["validation"]] = totals.get(row["validation"], 0.0) + row["data"]
+            totals[row["validation"]] = totals.get(row["validation"], 0.0) + (row["data"] or 0.0)
     return float(np.std(list(totals.values()), ddof=1)) / math.sqrt(len(totals)) if len(totals) > 1 else None
-
-
-def _total(rows: list[dict[str, Any]], key: str) -> float | None:
-    values = [r[key] for r in rows]
-    return None if None in values else math.fsum(values)
-
-
-def enough(audited: int, steps: int) -> bool:
-    """Whether the audited steps can speak for a run: all of them, or ten and one in fifty at the least.
-
-    In a rough run a few steps hold most of the residual; three that were audited may well miss them.
-    """
-    return audited >= steps or audited >= max(10, steps / 50)
-
-
-def verdict(relative: float | None, method: str, update: str, audited: int | None = None, steps: int | None = None) -> str:
-    """Say in plain words what the residual means and what to do about it; of how many steps, where that is known."""
-    if relative is None:
-        return "No audited step measured the residual; audit more often (audit_every=) to know how far the method is off."
-    size = f"The residual is {100 * relative:.2g} % of what the samples were given and taken"
-    if relative <= BALANCED and audited is not None and steps is not None and not enough(audited, steps):
-        return (
-            f"{size} on the {audited} audited of {steps} steps: too few to say that the books balance, since single steps can hold "
-            "most of a run's residual. Audit more often (audit_every=)."
-        )
-    if relative <= BALANCED:
-        return f"{size}: the books balance."
-    if relative <= COARSE:
-        return f"{size}: ranks hold, sums are off by about that much. {advice(method, update)}"
-    return f"{size}: {method}+{update} is too coarse for steps of this size. {advice(method, update)}"
-
-
-def advice(method: str, update: str) -> str:
-    """Name the next finer choice; of a method that is not registered here, say what there is."""
-    if method in METHODS:
-        return METHODS[method].advice(update)
-    return f"Take a finer method (this version of inrun has {', '.join(METHODS)}), or a smaller learning rate."
-
-
-def _page(s: SetSummary, method: str, update: str) -> str:
-    def line(label: str, value: float | None, note: str) -> str:
-        shown = "not measured" if value is None else f"{value:+.6f}"
-        share = "" if value is None or not s.fall else f"{100 * value / s.fall:7.1f} %"
-        return f"  {label:<10}{shown:>14}  {share:>9}  {note}"
-
-    error = "" if s.data_error is None else f", ± {s.data_error:.2g} over the folds"
-    lines = [
-        f"{s.validation}: {method}+{update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored",
-        line("fall", s.fall, "of the validation loss over the audited steps"),
-        line("data", s.data, f"contributions of the samples of these steps{error}"),
-    ]
-    if s.momentum is not None and s.decay is not None:
-        lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
-        lines.append(line("decay", s.decay, "weight decay"))
-    else:
-        lines.append(line("optimizer", s.optimizer, "momentum and decay: what a step does without its gradient"))
-    lines.append(line("residual", s.residual, "the method's own error on the data's part"))
-    if s.relative_residual is not None:
-        lines.append(f"  |residual| / Σ|c_n| = {s.relative_residual:.3g}")
-    if s.worst:
-        named = ", ".join(f"{w.step} ({w.residual:+.2g}, {100 * w.relative:.2g} %)" for w in s.worst[:3])
-        lines.append(f"  largest residuals at steps {named}")
-    lines.append(f"  {s.verdict}")
-    return "\n".join(lines)

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from inrun.analysis import Summary, summarise
+from inrun.analysis import summarise_run
 from inrun.analysis.queries import extremes, groups
+from inrun.analysis.verdict import WHOLE_STORY
 from inrun.cli.text import printable
 from inrun.demo.planted import VIEW, Found, find_planted
 from inrun.demo.texts import COPY, NOISE, SCRAMBLED
@@ -33,7 +34,7 @@ def findings(run: str | Path, result: Result, first: dict[str, float]) -> dict[s
         "planted": _as_dict(find_planted(reader)),
         "by_kind": {name: _as_dict(find_planted(reader, (source,))) for name, source in found.items()},
         "copies": _as_dict(find_planted(reader, (COPY,))),
-        "books": _books(reader).as_dict(),
+        "books": summarise_run(reader).as_dict(),
     }
 
 
@@ -44,11 +45,6 @@ def _as_dict(found: Found) -> dict[str, float]:
 def _extremes(reader: LedgerReader, largest: bool, n: int = 3) -> list[dict[str, Any]]:
     keys = ("validation", "score", "standard_error", "domain", "document", "text")
     return [{k: row.get(k) for k in keys} for row in extremes(reader, n, largest=largest).to_pylist()]
-
-
-def _books(reader: LedgerReader) -> Summary:
-    about = reader.about
-    return summarise(reader.accounts(), about["method"], about["update"])
 
 
 def tell_story(told: dict[str, Any], report: Path | None) -> None:
@@ -100,20 +96,24 @@ def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
 
 
 def _tell_books(console: Console, told: dict[str, Any]) -> None:
+    whole = told["books"]["credit"] == "whole"
     console.print("[bold]The books[/bold], over the audited steps:", highlight=False)
     for s in told["books"]["validation_sets"]:
-        if s["optimizer"] is None or s["fall"] <= 0:
+        if s["residual"] is None or s["fall"] <= 0:
             continue
-        shares = ", ".join(
-            f"{name} {s[name] / s['fall']:.0%}" for name in ("data", "momentum", "decay", "residual") if s[name] is not None
-        )
-        words = f"  {s['validation']}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
+        accounts = ("data", "momentum", "decay", "inherited", "residual")
+        shares = ", ".join(f"{name} {s[name] / s['fall']:.0%}" for name in accounts if s[name] is not None)
+        words = f"  {printable(s['validation'], 40)}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
         console.print(escape(words), highlight=False, soft_wrap=True)
-    console.print(
-        "  Data is what samples did in their own step. Momentum is earlier samples' push that is still at work; it is not\n"
-        "  credited to samples, so scores add up to the data's part only.\n",
-        highlight=False,
+        for o in s["outsized"][:2]:
+            console.print(
+                f"    step {o['step']} holds {o['share']:.0%} of Σ|c|: {'; '.join(o['why'])}", highlight=False, soft_wrap=True
+            )
+    told_step = (
+        "Data is what samples did in their own step. Momentum is earlier samples' push that is still at work; it is not\n"
+        "  credited to samples, so scores add up to the data's part only."
     )
+    console.print(f"  {WHOLE_STORY[0].upper() + WHOLE_STORY[1:] + '.' if whole else told_step}\n", highlight=False)
 
 
 def _tell_planted(console: Console, told: dict[str, Any]) -> None:

@@ -193,14 +193,15 @@ def info(run: str, as_json: bool) -> None:
 @RUN
 @JSON
 def audit(run: str, as_json: bool) -> None:
-    """Print the books of RUN: what data, momentum and decay did to the validation loss, and how far the method is off."""
-    from inrun.analysis import summarise
+    """Print the books of RUN: what samples, momentum and decay did to the validation loss, and what that is worth.
+
+    How far the method is off, how much of it was audited, which steps and samples hold an outsized part and why, and what to do.
+    """
+    from inrun.analysis import summarise_run
     from inrun.cli.ledger_tables import to_json
     from inrun.cli.text import printable
-    from inrun.ledger import Ledger
 
-    reader = Ledger.open(run)
-    summary = summarise(reader.accounts(), str(reader.about.get("method", "?")), str(reader.about.get("update", "?")))
+    summary = summarise_run(run)
     if as_json:
         click.echo(to_json(summary.as_dict()))
     else:

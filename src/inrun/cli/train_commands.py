@@ -48,7 +48,7 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     if dry_run:
         click.echo(config.as_yaml(), nl=False)
         return
-    from inrun.cli.train_progress import reading_bar, training_line
+    from inrun.cli.train_progress import ending, reading_bar, training_line
     from inrun.training.session import train as run_training
 
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -74,6 +74,8 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     elif result.finished:
         click.echo(f"{s_of(result.status.step, 'step')} done in {result.seconds:.0f} s. Books and checkpoints are in {config.run}")
         if config.scoring.enabled:
+            for line in ending(config.run):
+                click.echo(line)
             click.echo(f"  inrun report {config.run}\n  inrun groups {config.run} --by domain\n  inrun audit {config.run}")
     else:
         click.echo(f"stopped at step {result.status.step}; go on with --resume", err=True)

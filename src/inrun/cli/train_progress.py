@@ -14,6 +14,8 @@ from inrun.training.loop import Status
 
 #: Seconds between plain lines at the beginning.
 PATIENCE = 2.0
+#: Validation sets, and steps and samples of each, that the last words of a run speak of.
+MOST_SETS, MOST_NAMED = 4, 3
 
 
 def describe(status: Status) -> str:
@@ -26,6 +28,19 @@ def describe(status: Status) -> str:
     if not math.isnan(status.residual):
         parts.append(f"residual {status.residual:.1%}")
     return ", ".join(parts)
+
+
+def ending(run: str) -> list[str]:
+    """Return what the books of a run are worth, set by set, with the steps and samples that hold an outsized part."""
+    from inrun.analysis import summarise_run
+    from inrun.analysis.summary_page import standing_out
+
+    lines = []
+    for s in summarise_run(run).sets[:MOST_SETS]:
+        lines.append(f"{printable(s.validation, 40)}: {s.verdict}")
+        lines += [f"  {line}" for line in (standing_out(s, MOST_NAMED) if s.outsized or s.samples else [])]
+        lines += [f"  > {line}" for line in s.advice]
+    return lines
 
 
 @contextlib.contextmanager

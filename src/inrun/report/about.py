@@ -6,13 +6,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from inrun.analysis.verdict import WHOLE_STORY, game_of
 from inrun.ledger import SIGN, UNIT
 from inrun.ledger.lock import holders
 from inrun.methods import METHODS, UPDATES
 from inrun.report.text import one_line
 
 #: Keys of run.json that the page shows in its own words, or not at all.
-_TOLD = {"schema", "run_id", "sign", "unit", "method", "update", "model", "software", "validation", "coverage"}
+_TOLD = {"schema", "run_id", "sign", "unit", "method", "update", "model", "software", "validation", "coverage", "credit"}
+#: The games in a line each.
+CREDITS = {
+    "whole": f"whole: {WHOLE_STORY}",
+    "step": "step: a sample is paid for its own step; what momentum carries on is an account",
+}
 #: Lines of run.json that are shown.
 MOST_FACTS = 30
 
@@ -38,6 +44,7 @@ def facts(about: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("Method", _explained(method, {name: m.summary for name, m in METHODS.items()})),
         ("Update", _explained(update, UPDATES)),
+        ("Credit", CREDITS[game_of(about)]),
         ("Sign", str(about.get("sign", SIGN))),
         ("Unit", str(about.get("unit", UNIT))),
         ("Model", str(about.get("model", "not recorded"))),

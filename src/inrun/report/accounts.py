@@ -9,23 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from inrun.analysis.summary import verdict
+from inrun.analysis.outliers import outsized_samples
+from inrun.analysis.steps import FIGURES, Steps
+from inrun.analysis.summary import PARTS as ALL_PARTS
+from inrun.analysis.summary import SetSummary, summarise_set
 from inrun.ledger.tables import Tables
 from inrun.report.text import digits
 
 #: Points of a curve, whatever the length of the run.
 MOST_POINTS = 300
-PARTS = ("data", "optimizer", "momentum", "decay", "residual")
-_AVERAGED = ("loss_before", "loss_after", "spread", *PARTS)
-#: Folds of a set are averaged; a figure that one of them lacks is missing.
-_BY_STEP = f"""
-CREATE TEMP TABLE booked AS
-SELECT name, step, min(skipped) AS skipped,
-       {", ".join(f"CASE WHEN count({c}) = count(*) THEN avg({c}) END AS {c}" for c in _AVERAGED)}
-FROM (SELECT * REPLACE ({", ".join(f"CASE WHEN isfinite({c}) THEN {c} END AS {c}" for c in _AVERAGED)}) FROM accounts)
-JOIN labels ON label = validation
-GROUP BY 1, 2 ORDER BY 1, 2
-"""
+PARTS = ("data", *ALL_PARTS)
 _LABELS = pa.schema([("label", pa.string()), ("name", pa.string())])
 _AUDITED = "loss_before IS NOT NULL AND loss_after IS NOT NULL"
 
@@ -35,6 +28,8 @@ class SetAccounts:
     """The accounts of one validation set; all in the unit of the loss, positive = the loss fell."""
 
     name: str
+    #: What they are worth, in words and figures.
+    judged: SetSummary
     steps: int = 0
     skipped: int = 0
     audited: int = 0
@@ -45,9 +40,6 @@ class SetAccounts:
     #: Over the audited steps.
     fall: float | None = None
     totals: dict[str, float | None] = field(default_factory=dict)
-    #: Σ|residual| / Σ|c_n| over the audited steps that measured it.
-    relative_residual: float | None = None
-    verdict: str = ""
     #: ``step`` and ``loss``; ``audited`` with ``step``, ``fall`` and the parts, added up from the first audited step on.
     curve: dict[str, list[Any]] = field(default_factory=dict)
     audited_curve: dict[str, list[Any]] = field(default_factory=dict)
@@ -59,43 +51,54 @@ class SetAccounts:
         return data / self.fall if data is not None and self.fall is not None and self.fall > 0 else None
 
 
-def read_accounts(tables: Tables, names: list[str], method: str, update: str) -> list[SetAccounts]:
+def read_accounts(tables: Tables, names: list[str], method: str, update: str, credit: str) -> list[SetAccounts]:
     """Add up the accounts of the validation sets, in the order of ``names``."""
     labels = [(label, name) for name, labels in tables.sets_in_accounts().items() for label in labels]
     known = pa.table({"label": [label for label, _ in labels], "name": [name for _, name in labels]}, schema=_LABELS)
     tables.connection.from_arrow(known).create_view("labels")
-    tables.connection.execute(_BY_STEP)
-    return [_one_set(tables, name, method, update) for name in names]
+    tables.connection.execute(_by_step(tables))
+    samples = outsized_samples(tables.connection, {name: labels for name, labels in tables.sets().items() if name in names})
+    return [_one_set(tables, summarise_set(n, _steps(tables, n), method, update, credit, samples.get(n))) for n in names]
 
 
-def _one_set(tables: Tables, name: str, method: str, update: str) -> SetAccounts:
-    sums = ", ".join(f"CASE WHEN count({p}) = count(*) THEN sum({p}) END" for p in PARTS)
-    measured = "abs(residual)) FILTER (residual IS NOT NULL)"
-    audited, fall, *rest = tables.row(
-        f"SELECT count(*), sum(loss_before - loss_after), sum({measured}, sum(spread) FILTER (residual IS NOT NULL), {sums} "
-        f"FROM booked WHERE name = $name AND {_AUDITED}",
-        name=name,
-    )
-    off, spread, *totals = rest
-    steps, skipped = tables.row("SELECT count(*), count(skipped) FROM booked WHERE name = $name", name=name)
+def _by_step(tables: Tables) -> str:
+    """SQL that averages the folds of every set and step; a figure that one of them lacks, or old books, is missing."""
+    booked = tables.relation("SELECT * FROM accounts LIMIT 0").columns
+    known = {c: f"CASE WHEN isfinite({c}) THEN {c} END" if c in booked else "NULL::DOUBLE" for c in FIGURES}
+    finite = ", ".join(f"{how} AS {c}" for c, how in known.items())
+    averaged = ", ".join(f"CASE WHEN count({c}) = count(*) THEN avg({c}) END AS {c}" for c in known)
+    return f"""
+        CREATE TEMP TABLE booked AS
+        SELECT name, step, min(skipped) AS skipped, {averaged}
+        FROM (SELECT step, validation, skipped, {finite} FROM accounts) JOIN labels ON label = validation
+        GROUP BY 1, 2 ORDER BY 1, 2"""
+
+
+def _steps(tables: Tables, name: str) -> Steps:
+    """Return the steps of a set as columns."""
+    asked = f"SELECT step, skipped IS NULL AS scored, {', '.join(FIGURES)} FROM booked WHERE name = $name ORDER BY step"
+    found = tables.table(asked, name=name)
+    columns = {c: found[c].to_numpy() for c in found.column_names}
+    return Steps.of(columns.pop("step"), columns.pop("scored"), columns)
+
+
+def _one_set(tables: Tables, judged: SetSummary) -> SetAccounts:
+    name = judged.validation
+    totals = {part: getattr(judged, part) if judged.audited else None for part in PARTS}
     ends = _ends(tables, name)
-    relative = off / spread if off is not None and spread else None
-    found = dict(zip(PARTS, totals, strict=True))
-    whole = [part for part in PARTS if found[part] is not None]
     return SetAccounts(
         name=name,
-        steps=steps,
-        skipped=skipped,
-        audited=audited,
+        steps=judged.steps,
+        skipped=judged.skipped,
+        audited=judged.audited,
         loss_first=ends[0][1] if ends else None,
         loss_last=ends[1][1] if ends else None,
         loss_steps=(ends[0][0], ends[1][0]) if ends else (0, 0),
-        fall=fall,
-        totals=found,
-        relative_residual=relative,
-        verdict=verdict(relative, method, update, audited, steps - skipped),
+        fall=judged.fall if judged.audited else None,
+        totals=totals,
+        judged=judged,
         curve=_loss_curve(tables, name),
-        audited_curve=_audited_curve(tables, name, whole) if audited else {},
+        audited_curve=_audited_curve(tables, name, [p for p in PARTS if totals[p] is not None]) if judged.audited else {},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from inrun.analysis.verdict import game_of
 from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.metrics import Metrics
@@ -40,3 +41,8 @@ class Findings:
     metrics: Metrics | None = None
     #: What panels read, by their ids; those with nothing to show are not in it.
     panels: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def credit(self) -> str:
+        """The game that was scored: "whole" credit, or "step"."""
+        return game_of(self.about)

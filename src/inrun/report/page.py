@@ -13,7 +13,7 @@ from inrun.report.about import PAPER, citation, facts, next_commands
 from inrun.report.findings import Findings
 from inrun.report.panels import PANELS
 from inrun.report.payload import payload
-from inrun.report.story import account_rows, headlines, notices, run_line
+from inrun.report.story import account_rows, headlines, notices, remarks, run_line
 from inrun.report.text import one_line, safe_json, visible
 
 #: In the order they run: tools, then the panels' own scripts, then what shows them all.
@@ -50,6 +50,7 @@ def render(found: Findings, title: str | None = None) -> str:
         columns=[one_line(c, 60) for c in found.columns],
         panels=[panel for panel in PANELS if panel.id in found.panels],
         account_rows=account_rows,
+        remarks=remarks,
         headlines=headlines(found),
         notices=notices(found),
         run_line=run_line(found),

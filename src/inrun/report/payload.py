@@ -14,6 +14,7 @@ from inrun.report.text import one_line
 def payload(found: Findings) -> dict[str, Any]:
     """Return what the script draws. Lists per validation set are in the order of ``sets``."""
     return {
+        "credit": found.credit,
         "sets": [one_line(name, 60) for name in found.sets],
         "folds": list(found.sets.values()),
         "loss": [b.curve for b in found.accounts],

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inrun.analysis.summary import BALANCED, COARSE, enough
+from inrun.analysis.summary_page import standing_out, sums
 from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.findings import Findings
 from inrun.report.text import aligned, counted, number, one_line, percent, signed
 
-#: The accounts in plain words.
+#: The accounts in plain words; under whole credit samples are paid for all their pushes so far.
 ACCOUNTS = {
     "data": "the samples of these steps, paid at once",
+    "credits": "the parts paid to samples at these steps, for all their pushes so far",
     "momentum": "earlier samples' pushes, still trailing in the optimizer",
     "decay": "weight decay",
+    "inherited": "momentum from before scoring began",
     "optimizer": "momentum and weight decay together",
     "residual": "the method's own error on the data's part",
     "fall": "of the validation loss over these steps, as measured",
@@ -37,7 +39,7 @@ def run_line(found: Findings) -> str:
     """Say in one line what was trained, how it was scored and how far it is."""
     method, update = (one_line(found.about.get(key, "?"), 40) for key in ("method", "update"))
     parts = [one_line(found.about["model"], 60)] if "model" in found.about else []
-    parts.append(f"scored by {method} + {update}")
+    parts.append(f"scored by {'whole credit, ' if found.credit == 'whole' else ''}{method} + {update}")
     if found.last_step is None:
         parts.append("no steps yet")
     else:
@@ -96,7 +98,8 @@ def _of_set(found: Findings, accounts: SetAccounts, scores: Distribution | None,
         Headline("Optimizer steps", f"{found.steps:,}", steps),
         _loss(accounts, None if found.metrics is None else found.metrics.evaluation.get(accounts.name)),
         *_negative(scores, folds),
-        *_accounts(accounts),
+        *(_credits(accounts) if found.credit == "whole" else _accounts(accounts)),
+        _error(accounts),
     ]
 
 
@@ -126,7 +129,7 @@ def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
     return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
 
 
-def account_rows(accounts: SetAccounts) -> list[tuple[str, str, str, str]]:
+def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str, str]]:
     """Return the accounts as rows of name, what it is, loss and share of the fall; the last row is the fall."""
     totals = {name: value for name, value in accounts.totals.items() if value is not None}
     if accounts.fall is None:
@@ -136,27 +139,54 @@ def account_rows(accounts: SetAccounts) -> list[tuple[str, str, str, str]]:
     totals["fall"] = accounts.fall
     figures = aligned(list(totals.values()))
     shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
-    return [(name, ACCOUNTS[name], figures[k], shares[k]) for k, name in enumerate(totals)]
+    words = ACCOUNTS | ({"data": ACCOUNTS["credits"]} if credit == "whole" else {})
+    return [(name, words[name], figures[k], shares[k]) for k, name in enumerate(totals)]
+
+
+def remarks(accounts: SetAccounts, credit: str) -> list[str]:
+    """Say what the scores add up to, which steps and samples stand out, and why."""
+    return [*sums(accounts.judged, credit == "whole"), *standing_out(accounts.judged)]
+
+
+#: What a card says of an account that was not measured.
+NOT_AUDITED = "no step was audited; audit_every= measures it"
 
 
 def _accounts(accounts: SetAccounts) -> list[Headline]:
     if not accounts.audited:
-        none = "no step was audited; audit_every= measures it"
-        return [Headline(label, "not measured", none) for label in ("Data account", "Optimizer account", "Method's error")]
-    where = counted(accounts.audited, "audited step")
-    data, optimizer = accounts.totals.get("data"), accounts.totals.get("optimizer")
-    covered = f"{percent(accounts.covered)} of the fall over {where}" if accounts.covered is not None else f"over {where}"
-    found = [Headline("Data account", signed(data), f"paid to samples at once: {covered}")]
+        return [Headline(label, "not measured", NOT_AUDITED) for label in ("Data account", "Optimizer account")]
+    optimizer = accounts.totals.get("optimizer")
+    found = [Headline("Data account", signed(accounts.totals.get("data")), f"paid to samples at once: {_covered(accounts)}")]
     if optimizer is None:
-        found.append(Headline("Optimizer account", "not measured", "momentum and weight decay"))
-    else:
-        of_fall = f", {percent(optimizer / accounts.fall)} of the fall" if accounts.fall and accounts.fall > 0 else ""
-        found.append(Headline("Optimizer account", signed(optimizer), f"momentum and weight decay{of_fall}"))
-    relative = accounts.relative_residual
-    if relative is None:
-        return [*found, Headline("Method's error", "not measured", "no audited step measured the residual")]
-    mood = "good" if relative <= BALANCED else "bad" if relative > COARSE else ""
-    verdict = "the books balance" if mood == "good" else "ranks hold, sums are rough" if not mood else "too coarse for these steps"
-    if mood == "good" and not enough(accounts.audited, accounts.steps - accounts.skipped):
-        mood, verdict = "", f"on {where} only, too few to tell"
-    return [*found, Headline("Method's error", percent(relative), f"|residual| / Σ|c|: {verdict}", mood)]
+        return [*found, Headline("Optimizer account", "not measured", "momentum and weight decay")]
+    return [*found, Headline("Optimizer account", signed(optimizer), f"momentum and weight decay{_of_fall(accounts, optimizer)}")]
+
+
+def _credits(accounts: SetAccounts) -> list[Headline]:
+    if not accounts.audited:
+        return [Headline(label, "not measured", NOT_AUDITED) for label in ("Credits paid", "Decay and inherited")]
+    rest = [v for v in (accounts.totals.get(part) for part in ("decay", "inherited")) if v is not None]
+    found = [Headline("Credits paid", signed(accounts.totals.get("data")), f"to samples: {_covered(accounts)}")]
+    if not rest:
+        return [*found, Headline("Decay and inherited", "not measured", "weight decay, momentum from before scoring began")]
+    note = f"weight decay, momentum from before scoring began{_of_fall(accounts, sum(rest))}"
+    return [*found, Headline("Decay and inherited", signed(sum(rest)), note)]
+
+
+def _covered(accounts: SetAccounts) -> str:
+    where = f"over {counted(accounts.audited, 'audited step')}"
+    return where if accounts.covered is None else f"{percent(accounts.covered)} of the fall {where}"
+
+
+def _of_fall(accounts: SetAccounts, part: float) -> str:
+    return f", {percent(part / accounts.fall)} of the fall" if accounts.fall and accounts.fall > 0 else ""
+
+
+def _error(accounts: SetAccounts) -> Headline:
+    judged = accounts.judged
+    if not accounts.audited:
+        return Headline("Method's error", "not measured", NOT_AUDITED)
+    if judged.relative_residual is None:
+        return Headline("Method's error", "not measured", judged.short)
+    mood = {"balanced": "good", "coarse": "bad"}.get(judged.state, "")
+    return Headline("Method's error", percent(judged.relative_residual), f"|residual| / Σ|c|: {judged.short}", mood)

@@ -92,6 +92,7 @@ const ACCOUNTS = [
   ["momentum", "momentum", () => colour(1), { dash: "dash" }],
   ["optimizer", "optimizer", () => colour(1), { dash: "dash" }],
   ["decay", "weight decay", () => colour(3), { dash: "dot" }],
+  ["inherited", "inherited", () => colour(1), { dash: "dash" }],
   ["residual", "residual", () => colour(2), { dash: "dashdot" }],
 ];
 
@@ -111,6 +112,8 @@ function drawBooks() {
     name, swatch: fill(), trace: line(books.curve.step, books.curve[key], fill(), style),
   }));
   const said = `Added up over ${whole(books.audited)} audited of ${whole(books.steps)} steps; up means that the loss fell. ` +
-    `Momentum is made of earlier samples' pushes${role(books.curve)}.`;
+    (data.credit === "whole"
+      ? "Data is the parts paid to samples for all their pushes so far; inherited is momentum from before scoring began."
+      : `Momentum is made of earlier samples' pushes${role(books.curve)}.`);
   draw("books", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss, added up" } }, said);
 }

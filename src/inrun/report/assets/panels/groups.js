@@ -1,5 +1,9 @@
 // Value by a metadata column: over training, over the run, and for each validation set.
 const shown = { measure: "share", span: "cumulative" };
+const TOTALS = {
+  step: "Totals speak of the data account only: with momentum, most of a sample's push arrives later, in the optimizer's account.",
+  whole: "Totals are whole credits: what a sample's pushes did to the loss at once and, through momentum, at later steps.",
+};
 const summed = (list) => { let sum = 0; return list.map((x) => (sum += x)); };
 
 const hatch = (fill) => ({ fillpattern: { shape: "/", size: 7, solidity: 0.25, fgcolor: token("--surface"), bgcolor: fill } });
@@ -80,7 +84,7 @@ function build(section, found) {
   section.append(
     make("figure", { class: "panel" }, make("div", { class: "panel-head" }, make("h3", { text: "Over training" }), switches), ...chartParts("stages")),
     make("div", { class: "panel" }, make("h3", { text: "Over the whole run" }), scrolled("groups-table", "Scores by group"),
-      make("p", { class: "fine", text: "Totals speak of the data account only: with momentum, most of a sample's push arrives later, in the optimizer's account." })));
+      make("p", { class: "fine", text: TOTALS[data.credit] })));
   if (data.sets.length > 1) section.append(make("div", { class: "panel" }, make("h3", { text: "Which group helps which validation set" }),
     scrolled("heat-table", "Average score by group and validation set"),
     make("p", { class: "fine", text: "Average score per sample. Colours compare the groups of one validation set (a column), since sets differ in scale." })));
