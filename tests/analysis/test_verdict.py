@@ -265,7 +265,7 @@ def with_outlier(table: pa.Table, sample: int, times: float) -> pa.Table:
     values = table["contribution"].to_numpy().copy()
     at = (table["sample_id"].to_numpy() == sample) & (2 * table["step"].to_numpy() < table["step"].to_numpy().max())
     values[at] = np.sign(values[at]) * times * np.abs(values).mean()
-    return table.set_column(3, "contribution", pa.array(values, pa.float32()))
+    return table.set_column(3, "value", pa.array(values, pa.float32()))
 
 
 @pytest.mark.parametrize("folds", [1, 3])
@@ -285,7 +285,7 @@ def test_samples_of_a_large_step_are_told_from_outliers() -> None:
     table = uses(1600)
     values = table["contribution"].to_numpy().copy()
     values[table["step"].to_numpy() == 30] = 100 * np.abs(values).mean() * np.sign(np.arange(8) - 3.5)
-    found = samples_in_table(table.set_column(3, "contribution", pa.array(values, pa.float32())))["v"]
+    found = samples_in_table(table.set_column(3, "value", pa.array(values, pa.float32())))["v"]
     assert len(found) == 8 and all("used in a large step" in o.why[0] and o.step == 30 for o in found)
     (only,) = samples_in_table(with_outlier(uses(), 17, 100))["v"]
     assert "an outlier" in only.why[0]
@@ -308,7 +308,7 @@ def test_samples_reach_the_summary_from_a_table_and_from_a_ledger(tmp_path) -> N
         memory.write(StepRecord(t, ids[steps == t], {"v": values[steps == t]}, [row]))
     memory.save(tmp_path / "run", {"method": "midpoint", "update": "secant", "credit": "whole"})
     read = summarise_run(tmp_path / "run")
-    held = summarise(memory.accounts(), "midpoint", "secant", credit="whole", uses=memory.contributions())
+    held = summarise(memory.accounts(), "midpoint", "secant", credit="whole", uses=memory.uses())
     assert read.as_dict() == held.as_dict() and read.credit == "whole"
     assert [o.sample_id for o in read.sets[0].samples] == [17]
     assert "sample 17:" in str(read) and any("Look at the samples" in line for line in read.sets[0].advice)

@@ -14,7 +14,7 @@ from inrun.analysis.steps import times_word
 from inrun.ledger.labels import by_set
 
 #: The table or view that has one row per use of a sample and validation label, and its column with what the sample got for it.
-USES, VALUE = "contributions", "contribution"
+USES, VALUE = "uses", "value"
 #: Fewer samples than this have no usual part that one could stand out from.
 LEAST_SAMPLES = 10
 #: The largest samples are left out before the usual range is taken: this many, or one in so many.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from inrun.analysis import Summary, summarise
+from inrun.analysis import Summary, summarise, summarise_run
 from inrun.engine.attach import Attachment
 from inrun.engine.audits import Schedule
 from inrun.engine.checks.coverage import Coverage
@@ -25,7 +25,7 @@ from inrun.engine.sites import Scored
 from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
-from inrun.ledger import Ledger, LedgerWriter, MemoryLedger
+from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
 from inrun.ledger.record import SettledCredits
 
 if TYPE_CHECKING:
@@ -48,18 +48,19 @@ class Accountant:
         optimizer: Its optimizer, or a list of optimizers.
         validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the
             step number too. A vector of m losses asks for per-point contributions ``[n, m]``.
-        credit: "whole" (what a use did over all later steps, through the optimizer's memory: the samples' credits add up to the fall
-            of the loss), "step" (what it did in its own step), "auto" (whole where the optimizers allow it and neither ``method`` nor
-            ``update`` is given).
+        credit: "whole" (what a use did over all later steps, through the optimizer's memory: the samples' credits add up to the
+            fall of the loss), "step" (what it did in its own step), "auto" (whole where the optimizers allow it and neither
+            ``method`` nor ``update`` is given).
         credit_memory: For whole credit: "sketch" (a few numbers of every sample's gradient until its window has passed) or "exact"
             (the gradients themselves, in host memory).
         sketch: Numbers per sample; None for a default by model size.
-        method: For the step game, where the validation gradient is taken: "first" (at the weights before the step), "lookahead" (after
-            momentum and decay), "midpoint" (in the middle of the data's part of the move), "second" (before the step,
+        method: For the step game, where the validation gradient is taken: "first" (at the weights before the step), "lookahead"
+            (after momentum and decay), "midpoint" (in the middle of the data's part of the move), "second" (before the step,
             bent by the Hessian; Theorem 2 of the paper for SGD). The first two keep nothing beyond the backward.
         update: What a sample's gradient does to the weights: "sgd" (the paper's proxy, lr · g), "frozen" (the
             optimizer's own rule with its state as it stands before the step), "secant" (its share of the real move),
-            "realised" (with the factor that the step really applied), "auto" (frozen for the first two methods, secant for the others).
+            "realised" (with the factor that the step really applied),
+            "auto" (frozen for the first two methods, secant for the others).
         audit_every: Check conservation and measure the accounts at every k-th step; 1 = every step, 0 = never,
             None = as often as costs under one per cent.
         ledger: Where contributions go: None for memory, a folder for books on disk, an ``inrun.Ledger`` (to resume one), or an
@@ -263,7 +264,8 @@ class Accountant:
         ``score`` is the credit so far (in the step game the sum of contributions), ``step_score`` the sum of the steps' own parts,
         ``pending`` the number of uses whose window is open.
         """
-        scores, credit = self._readable("scores"), self._run.credit
+        scores: Any = self._readable("scores")
+        credit = self._run.credit
         return scores() if credit is None else scores(open_credits=credit.so_far())
 
     def summary(self) -> Summary:
@@ -271,7 +273,11 @@ class Accountant:
 
         ``print(accountant.summary())`` shows a page per validation set. Only audited steps measure the accounts.
         """
-        return summarise(self._readable("accounts")(), self.method, self.update)
+        uses = getattr(self.ledger, "uses", None)
+        if isinstance(self.ledger, LedgerReader):
+            return summarise_run(self.ledger)
+        accounts = self._readable("accounts")()
+        return summarise(accounts, self.method, self.update, self.credit, uses() if callable(uses) else None)
 
     def _readable(self, what: str) -> Callable[[], Any]:
         found = getattr(self.ledger, what, None)
@@ -358,7 +364,7 @@ class Accountant:
         cut = [float(s.paid.mean()) for s in rest if len(s.paid) and s.paid.mean() < 0.99]
         if cut:
             log.info(
-                "inrun: the last %d steps' uses are settled before their window has passed: on average %.0f %% of their push was paid",
+                "inrun: uses of the last %d steps are settled before their window has passed: %.0f %% of their push was paid",
                 len(cut),
                 100 * sum(cut) / len(cut),
             )

@@ -49,7 +49,7 @@ class SketchPlan:
 
 
 def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
-    """Add up signed entries in segments: ``x`` ``[..., entries]`` and ``signs`` ``[entries]`` (or ``x``'s shape) to ``[..., J]``."""
+    """Add up signed entries in segments: ``x`` ``[..., entries]`` and ``signs`` ``[entries]``, or of x's shape, to ``[..., J]``."""
     signed = torch.mul(x, signs, out=scratch_like(x)) if x.is_contiguous() and x.dtype == signs.dtype else x * signs
     if segment == 1:
         return signed.clone()

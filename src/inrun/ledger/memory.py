@@ -76,6 +76,16 @@ class MemoryLedger:
         """Return the accounts: one row per step and validation label (a set, one of its points, or one of its folds)."""
         return pa.Table.from_pylist([row for record in self._records for row in record.accounts], schema=ACCOUNTS)
 
+    def uses(self) -> pa.Table:
+        """Return what every use of a sample was worth: its settled credit, or its contribution where there is none."""
+        credited, pending = [Credited(c, False) for c in self._credits], credit_of(self.about) == "whole"
+        parts = []
+        for label in self._labels():
+            found = uses_of(label, self._records, credited, pending)
+            columns = {"step": found.step, "sample_id": found.sample_id, "validation": [label] * len(found.step)}
+            parts.append(pa.table({**columns, "value": found.value, "pending": found.pending}))
+        return pa.concat_tables(parts) if parts else CONTRIBUTIONS.empty_table().rename_columns({"contribution": "value"})
+
     def scores(self, *, open_credits: Sequence[SettledCredits] = ()) -> pa.Table:
         """Return one row per sample and validation set; sets in the order they were first written, samples by id.
 

@@ -11,6 +11,7 @@ from inrun.training.gpt import next_token_loss
 from reference import relative_error, sample_gradients
 from tiny import batch, tiny
 
+DECOUPLED = {"decoupled_weight_decay": True}
 #: name: (optimizer class, options, push, gain, adaptive)
 CASES = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}, sgd, lr_gain, False),

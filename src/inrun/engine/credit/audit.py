@@ -1,8 +1,8 @@
 """The sketch's own audit: the samples' sketches must add up to the sketch of what the optimizers remember.
 
-By linearity S q_t = Σ_s κ_{t,s} c_s Σ_n S g_n + decay + inherited. The right side is followed step by step, like the optimizer's own
-memory; a wrong β or clip factor, a step that was counted but did not happen, an optimizer that was reset or a window that was lost
-show at once, before anything is spread.
+By linearity S q_t = Σ_s κ_{t,s} c_s Σ_n S g_n + decay + inherited. The right side is followed step by step, like the optimizer's
+own memory; a wrong β or clip factor, a step that was counted but did not happen, an optimizer that was reset or a window that was
+lost show at once, before anything is spread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.engine.checks.conservation import USUAL_CAUSES
 from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.credit.stores import ExactEntry, ExactStore, SketchEntry, SketchStore
@@ -97,10 +98,10 @@ class SketchAudit:
         relative = (off / size) ** 0.5 if size > 0 else 0.0
         if not relative <= (COARSE if coarse else TOLERANCE):
             raise CreditError(
-                f"at step {step} what the optimizer remembers is not what the samples of the open windows pushed: the sketches differ "
-                f"by {100 * relative:.2g} % (most at {worst[1]}). Usual causes: the optimizer's state was reset or loaded without the "
-                "accountant's, momentum or betas were changed behind its back, gradients were changed by more than one factor, or a "
-                "step was taken outside accountant.step(). Load both states together, or take credit='step'."
+                f"at step {step} what the optimizer remembers is not what the samples of the open windows pushed: the sketches "
+                f"differ by {100 * relative:.2g} % (most at {worst[1]}). Usual causes: the optimizer's state was reset, or loaded "
+                "without the accountant's; its options were changed behind its back; gradients were changed by more than one "
+                "factor; a step was counted that did not happen. Load both states together, or take credit='step'."
             )
         return relative
 
@@ -161,8 +162,4 @@ def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: Sketc
             bad.append((m.scored.name, gap / max(float(real.norm()), 1e-30)))
     if bad:
         named = ", ".join(f"{name} (off by {100 * off:.2g} %)" for name, off in bad[:5])
-        raise ConservationError(
-            f"at step {step} some gradient flows through no sample's rows: {named}. Usual causes: a penalty on the weights written into "
-            "the loss (use the optimizer's weight_decay), a weight multiplied outside its module (call the module), or .grad changed "
-            "between two microbatches."
-        )
+        raise ConservationError(f"at step {step} some gradient flows through no sample's rows: {named}. {USUAL_CAUSES}")

@@ -33,12 +33,13 @@ def resolve_credit(
     if credit == "whole":
         if method not in (None, "midpoint"):
             raise ConfigurationError(
-                f'credit="whole" averages the validation gradient over the whole move of a step (method="midpoint", with quadrature= '
-                f'for more points); method="{method}" belongs to credit="step"'
+                f'credit="whole" averages the validation gradient over the whole move of a step (method="midpoint", with '
+                f'quadrature= for more points); method="{method}" belongs to credit="step"'
             )
         if update not in (None, "auto", "realised"):
             raise ConfigurationError(
-                f'credit="whole" shares out the move that was really made (update="realised"); update="{update}" belongs to credit="step"'
+                f'credit="whole" shares out the move that was really made (update="realised"); update="{update}" belongs to '
+                'credit="step"'
             )
     for optimizer in optimizers:
         why = _obstacle(optimizer, exact)
@@ -64,7 +65,10 @@ def _obstacle(optimizer: torch.optim.Optimizer, exact: bool) -> str | None:
     if not _has_memory(rule, optimizer):
         return "its moves have no unique shares of earlier gradients"
     if not exact and any(g.get("momentum", 0.0) > 0 and "alpha" in g for g in optimizer.param_groups):
-        return "a gradient enters its memory divided by the size of its own step, which no sketch knows beforehand (credit_memory='exact' can)"
+        return (
+            "a gradient enters its memory divided by the size of its own step, which no sketch knows beforehand; "
+            'credit_memory="exact" can'
+        )
     return None
 
 

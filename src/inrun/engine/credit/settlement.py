@@ -196,9 +196,9 @@ class WholeSettlement:
             self.credit.expect(found.columns)
         elif found.columns != self.credit.columns:
             raise ValidationError(
-                f"the validation losses have {len(found.columns)} columns at step {self.step} and had {len(self.credit.columns)} before; "
-                "under whole credit uses are paid over many steps, so that points and folds must stay the same. Take credit='step', "
-                "or a fixed number of points."
+                f"there are {len(found.columns)} validation losses at step {self.step}, and there were {len(self.credit.columns)} "
+                "before; under whole credit uses are paid over many steps, so that points and folds must stay the same. Take "
+                "credit='step', or a fixed number of points."
             )
 
     def _audit(self, entry: Any, coarse: bool) -> None:

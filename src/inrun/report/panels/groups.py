@@ -119,7 +119,7 @@ def _whole(tables: Tables, names: list[str], rows: int) -> list[list[dict[str, A
 def _staged(
     tables: Tables, sets: dict[str, list[str]], stages: Stages, colours: int, groups: int
 ) -> list[list[dict[str, list[Any]]]]:
-    """Totals are sums of contributions (the mean over folds), so that no table of samples and stages is needed."""
+    """Totals are sums over uses (the mean over folds), so that no table of samples and stages is needed."""
     folds = {name: len(labels) for name, labels in sets.items()}
     name_of = {label: name for name, labels in sets.items() for label in labels}
     count = len(stages.first)
@@ -130,8 +130,8 @@ def _staged(
     found = {name: [empty() for _ in range(groups)] for name in sets}
     group = f"least(row, {colours})::INT"
     added = tables.relation(
-        f"""SELECT validation, {group}, {stages.sql("step")}, sum(contribution::DOUBLE), count(*)
-            FROM contributions JOIN placed USING (sample_id)
+        f"""SELECT validation, {group}, {stages.sql("step")}, sum(value), count(*)
+            FROM uses JOIN placed USING (sample_id)
             WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3""",
         labels=[label for labels in sets.values() for label in labels],
     ).fetchall()
