@@ -306,7 +306,7 @@ class SketchStore:
                 for i, first, rows, values in e.rows:
                     if kappa[group.start + j, i] != 0.0:
                         part[first : first + len(rows)] += _contract_rows(tables[i], rows, values) * k_e[i]
-                        if note:
+                        if note and sk.plans[i].segment > 1:
                             square = _contract_rows(tables[i].square(), rows, values.square())
                             spread[first : first + len(rows)] += square * k_e[i] ** 2
                 if note:
