@@ -180,7 +180,7 @@ class Run:
 
     def _tell_memory(self, nbytes: int, rows: int) -> None:
         limit = self.setup.deferred_memory
-        if self.setup.timing is Timing.BEFORE or (nbytes < WORTH_SAYING and limit is None):
+        if self.setup.credit is not None or self.setup.timing is Timing.BEFORE or (nbytes < WORTH_SAYING and limit is None):
             return
         of_model = sum(s.parameter.nbytes for s in self.setup.scored)
         log.warning(

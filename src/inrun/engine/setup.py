@@ -69,11 +69,6 @@ class Setup:
         double = any(s.parameter.dtype == torch.float64 for s in self.scored)
         return torch.float64 if double else torch.float32
 
-    @property
-    def frozen(self) -> bool:
-        """Whether gains are those before the step, where there are any."""
-        return self.update == "frozen"
-
     def check_unchanged(self) -> None:
         """Raise if the optimizers gained groups or parameters; one that is frozen for a while just gets no gradient."""
         if sum(len(o.param_groups) for o in self.optimizers) != self.groups:
@@ -154,6 +149,8 @@ def make_setup(
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
     check_count("refresh", refresh, 1)
+    if credit == "auto" and refresh > 1:
+        credit = "step"  # whole credit takes its own gradient at every move
     game = resolve_credit(credit, method, update, optimizers, exact=credit_memory == "exact")
     if credit_memory not in ("sketch", "exact"):
         raise ConfigurationError(f'credit_memory is {credit_memory!r}; accepted are "sketch" and "exact"')
@@ -193,7 +190,7 @@ def make_setup(
         else Timing.AT_STEP
         if chosen.deferred
         else Timing.GAIN_AT_STEP
-        if resolved == "secant"
+        if resolved in ("secant", "realised")
         else Timing.BEFORE,
         refresh=refresh,
         deferred_memory=parse_bytes(deferred_memory),

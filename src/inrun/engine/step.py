@@ -79,7 +79,7 @@ class Step(OpenStep):
             self.audited = run.audits.due(self.number)
             self.watch = GradientWatch(setup.scored)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
-            self.path = UpdatePath(setup.scored, setup.rules, setup.frozen, run.buffers)
+            self.path = UpdatePath(setup.scored, setup.rules, setup.update, run.buffers)
             self.look = StepLook(setup.validation, self.path, run.capture, self.number, run.moved, run.hessian_checked)
             if run.credit is None:
                 self._begin_step_game()
@@ -284,7 +284,7 @@ class Step(OpenStep):
             rules, setup = self.setup.real_rules, self.setup
             real = self.path if setup.update != "sgd" else None
             if real is None and rules is not None:
-                real = UpdatePath(setup.scored, rules, False, self.run.buffers)
+                real = UpdatePath(setup.scored, rules, "secant", self.run.buffers)
             with self.run.capture.paused():
                 self.places.measure_zero_move(real, setup.validation, self.number)
             self.run.audits.spent(time.perf_counter() - began)

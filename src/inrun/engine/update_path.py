@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from inrun.engine.buffers import Buffers
 from inrun.engine.sites import Scored
+from inrun.errors import OptimizerError
 from inrun.optimizers import UpdateRule
 from inrun.torch_private import keep_version_counters
 
@@ -25,9 +26,10 @@ Place = contextlib.AbstractContextManager[None]
 class UpdatePath:
     """Gains and moves of the scored parameters in one step, made from the gradients the optimizers are about to use."""
 
-    def __init__(self, scored: list[Scored], rules: list[UpdateRule], frozen: bool, buffers: Buffers) -> None:
-        """``frozen`` takes the linearisation with the state before the step for the gain, where there is one."""
-        self.scored, self.rules, self.frozen, self.buffers = scored, rules, frozen, buffers
+    def __init__(self, scored: list[Scored], rules: list[UpdateRule], update: str, buffers: Buffers) -> None:
+        """``update`` "frozen" takes the linearisation with the state before the step for the gain, "realised" the real factor."""
+        self.scored, self.rules, self.buffers = scored, rules, buffers
+        self.frozen, self.realised = update == "frozen", update == "realised"
         self.gains: dict[nn.Parameter, Tensor | float] = {}
 
     def moving(self) -> list[Scored]:
@@ -44,6 +46,8 @@ class UpdatePath:
         rule, state, weight = self.rules[s.optimizer], s.state, s.parameter.detach()
         gradient = s.used_gradient
         dtype = torch.promote_types(gradient.dtype, torch.float32)
+        if self.realised:
+            return _realised_gain(s, rule, gradient.to(dtype))
         if rule.linear or (self.frozen and self._has_frozen_gain(s, rule, state)):
             ones = weight.new_ones((1, 1) if rule.linear else (1, *weight.shape), dtype=dtype)
             factor = rule.frozen(ones, weight, s.group, state)
@@ -61,7 +65,7 @@ class UpdatePath:
     def direction(self, s: Scored, raw: Tensor) -> Tensor:
         """Return v = gain ∘ ∇̄ for validation gradients ``[k, *shape]``, which are overwritten."""
         rule = self.rules[s.optimizer]
-        if rule.elementwise:
+        if rule.elementwise or self.realised:
             return raw.mul_(self.gain(s))
         gradient = s.used_gradient.to(raw.dtype)
         return rule.direction(raw, gradient, s.parameter.detach().to(raw.dtype), s.group, s.state)
@@ -69,6 +73,9 @@ class UpdatePath:
     def _add(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
         """Add zero · δ_∅ + data · (data's part) to ``out``, which may be the weight itself: all is computed before writing."""
         rule, at, state = self.rules[s.optimizer], s.parameter.detach(), s.state
+        if self.realised:
+            self._add_realised(s, out, zero, data)
+            return
         if zero == 1.0 and data != 0.0 and out.data_ptr() == at.data_ptr() and self._travel(s, out, data):
             return
         if zero == 1.0 and data == 0.0 and out.data_ptr() == at.data_ptr() and rule.coast(out, s.group, state):
@@ -92,6 +99,13 @@ class UpdatePath:
                 out.add_(gain * gradient.to(wide), alpha=-data)
         else:
             out.add_(gradient, alpha=-data * gain)
+
+    def _add_realised(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
+        """The same where the data's part is −gain ∘ G with the realised gain, and the rest of the move is δ_∅."""
+        gradient, at = s.used_gradient, s.parameter.detach()
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        whole = self.rules[s.optimizer].move(wide, at.to(wide.dtype), s.group, s.state)
+        out.add_(whole, alpha=zero).add_(wide * self.gain(s), alpha=zero - data)
 
     def _travel(self, s: Scored, weight: Tensor, fraction: float) -> bool:
         """Shift a weight and make its gain in one pass, where the rule has one and the gain is not made yet."""
@@ -153,6 +167,19 @@ class UpdatePath:
             found[s.parameter] = self.buffers.named(("move", s), s.parameter.detach()).zero_()
             self._add(s, found[s.parameter], 2.0, 1.0)
         return found
+
+
+def _realised_gain(s: Scored, rule: UpdateRule, gradient: Tensor) -> Tensor | float:
+    """Return the factor that the step really applies to its own gradient."""
+    recall = rule.recall(s.group, s.state)
+    if recall is None:
+        raise OptimizerError(
+            f'update="realised": the moves of the optimizer of {s.name} have no unique shares; take update="secant"'
+        )
+    found = rule.realised(gradient, s.parameter.detach().to(gradient.dtype), s.group, s.state)
+    sign = -1.0 if s.group.get("maximize", False) or getattr(rule, "maximize", False) else 1.0
+    gain = found.gain if found.entry is None else found.gain * found.entry
+    return gain * (found.pace * recall.own * sign)
 
 
 def _add_part(weight: Tensor, part: Tensor | None, scale: float = 1.0) -> None:

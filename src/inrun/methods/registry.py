@@ -28,6 +28,7 @@ UPDATES = {
     "sgd": "as if the optimizer were plain SGD (the paper's proxy)",
     "frozen": "the optimizer's own rule, with its state as it stood before the step",
     "secant": "every sample's share of the move that the optimizer really made",
+    "realised": "the factor that the step really applied, this gradient's part of it",
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import inrun
 from cases import CASES, Case, model_of
-from inrun.errors import ConfigurationError, CreditError, OptimizerError, ValidationError
+from inrun.errors import ConfigurationError, CreditError, DeferredMemoryError, OptimizerError, ValidationError
 from inrun.training.gpt import next_token_loss
 from tiny import batch, tiny, train_step, validation
 
@@ -269,6 +269,52 @@ def test_odd_steps() -> None:
     assert float(train_step(accountant, model, optimizer, batch(4, 6)).contributions["validation"].abs().max()) > 0.0
 
 
+@pytest.mark.parametrize("memory", ["exact", "sketch"])
+def test_a_step_without_validation_loss_advances_coupled_decay(memory: str) -> None:
+    model = tiny()
+    broken = []
+    rows = batch(2, 99)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.3)
+    loss = lambda m: next_token_loss(m, rows) * (float("nan") if broken else 1.0)  # noqa: E731
+    _, accountant = attach(model, memory, optimizer=optimizer, validation=loss, quadrature="gauss16")
+    for t in range(4):
+        train_step(accountant, model, optimizer, batch(4, t))
+    broken.append(1)
+    train_step(accountant, model, optimizer, batch(4, 4))
+    broken.clear()
+    account = train_step(accountant, model, optimizer, batch(4, 5)).accounts["validation"]
+    estimated = accountant._run.credit
+    assert account.data + account.decay == pytest.approx(account.loss_before - account.loss_after, abs=1e-12)
+    assert len(estimated.open) == 6
+
+
+def test_momentum_may_be_switched_off() -> None:
+    """Old pushes count nothing then, and the step's own rows get all of it, not a spread rest."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    _, accountant = attach(model, optimizer=optimizer)
+    for t in range(4):
+        train_step(accountant, model, optimizer, batch(4, t))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    with accountant.step(range(4)) as step:
+        next_token_loss(model, batch(4, 5)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    payment = step.whole._payment
+    torch.testing.assert_close(payment.estimated, payment.parts, rtol=1e-9, atol=1e-15)
+    assert float(payment.own.abs().sum()) > 0
+
+
+def test_a_parameter_that_is_frozen_for_good_keeps_no_window_open() -> None:
+    model = tiny(dtype=torch.float32)
+    optimizer, accountant = attach(model, sketch=512, audit_every=0)
+    for t in range(70):
+        if t == 5:
+            next(model.parameters()).requires_grad_(False)
+        train_step(accountant, model, optimizer, batch(2, t))
+    assert len(accountant._run.credit.open) == 43
+
+
 # What is chosen, and what is refused by name
 
 
@@ -285,6 +331,7 @@ def make(**options):
         ({"method": "first"}, "step"),
         ({"update": "sgd"}, "step"),
         ({"credit": "step"}, "step"),
+        ({"refresh": 2}, "step"),
         ({"optimizer": torch.optim.Rprop}, "step"),
         ({"optimizer": torch.optim.Rprop, "credit": "whole"}, "whole"),
         ({"optimizer": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.9)}, "step"),
@@ -337,3 +384,36 @@ def test_points_must_stay_the_same() -> None:
     train_step(accountant, model, optimizer, batch(4, 0))
     with pytest.raises(ValidationError, match="points and folds must stay the same"):
         train_step(accountant, model, optimizer, batch(4, 1))
+
+
+def test_memory_is_said_and_limited(caplog) -> None:
+    model = tiny()
+    optimizer, accountant = attach(model, "exact", deferred_memory="1MB")
+    with pytest.raises(DeferredMemoryError, match="whole credit would keep about"):
+        train_step(accountant, model, optimizer, batch(4, 0))
+    accountant.close()
+    optimizer, accountant = attach(model, "sketch", deferred_memory="1GB", sketch=1024)
+    optimizer.zero_grad()
+    train_step(accountant, model, optimizer, batch(4, 0))
+    assert "whole credit keeps about" in caplog.text
+    assert "4 rows in each of 44 steps; limit: 1,000 MB" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adam with coupled decay", "nadam", "adafactor", "rmsprop"])
+def test_realised_shares_of_the_step_game_are_the_own_parts_of_whole_credit(name: str) -> None:
+    """update="realised" with midpoint: what the step game gives a sample for its own step, along the data's part of the move."""
+    from test_exact import CASES as OPTIMIZERS
+
+    cls, options, *_ = OPTIMIZERS[name]
+    games = []
+    for credit in ({"credit": "whole", "credit_memory": "exact"}, {"method": "midpoint", "update": "realised"}):
+        model = tiny()
+        optimizer = cls(model.parameters(), **{**options, "lr": 1e-5 * options["lr"]})  # so short that all points of a move agree
+        accountant = inrun.Accountant(model, optimizer, validation(), audit_every=1, **credit)
+        for t in range(6):
+            last = train_step(accountant, model, optimizer, batch(4, t))
+        games.append(last)
+    whole, step = (g.contributions["validation"] for g in games)
+    assert float((whole - step).abs().max() / whole.abs().max()) < 1e-4
+    account = games[1].accounts["validation"]
+    assert abs(account.residual) <= 1e-3 * account.spread

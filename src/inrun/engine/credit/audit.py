@@ -43,7 +43,7 @@ class SketchAudit:
         """Go on from a saved state."""
         self.sketcher, self.remembered = sketcher, remembered
 
-    def entering(self, entry: SketchEntry, weights: list[Tensor]) -> list[Tensor]:
+    def entering(self, entry: SketchEntry) -> list[Tensor]:
         """Return Σ_n S g_n of a step's rows, by parameter."""
         sk = self.sketcher
         summed = entry.sketch.double().sum(0)
@@ -77,7 +77,7 @@ class SketchAudit:
         Raises:
             CreditError: They differ by more than rounding.
         """
-        entering = self.entering(entry, weights)
+        entering = self.entering(entry)
         off = size = 0.0
         worst: tuple[float, str] = (0.0, "")
         for i, m in move.moves.items():
@@ -105,11 +105,9 @@ class SketchAudit:
             )
         return relative
 
-    def advance(
-        self, move: WholeMove, entry: SketchEntry, weights: list[Tensor], decays: Mapping[int, Tensor], inherited: Mapping[int, Any]
-    ) -> None:
+    def advance(self, move: WholeMove, entry: SketchEntry) -> None:
         """The step happened."""
-        entering = self.entering(entry, weights)
+        entering = self.entering(entry)
         for i, m in move.moves.items():
             self.remembered[i] = self.remembered[i] * m.recall.keep + entering[i] * (m.factor * m.recall.enter)
 
@@ -143,7 +141,7 @@ def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: Sketc
     """
     bad = []
     audit = SketchAudit(store.sketcher) if isinstance(store, SketchStore) else None
-    entering = audit.entering(entry, store.weights_now) if audit is not None and isinstance(store, SketchStore) else []
+    entering = audit.entering(entry) if audit is not None and isinstance(store, SketchStore) else []
     for i, m in move.moves.items():
         used = m.scored.used_gradient.detach()
         clip = abs(m.factor)

@@ -7,7 +7,8 @@ scoring began (*inherited*). The difference to the sum of the estimates is sprea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.credit.audit import SketchAudit, check_totals
-from inrun.engine.credit.memory import PushMemory
+from inrun.engine.credit.memory import REST, PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.credit.stores import Direction, ExactEntry, ExactStore, SketchStore
@@ -56,8 +57,6 @@ class Payment:
     data: Tensor
     decay: Tensor
     inherited: Tensor
-    #: Decay's and inherited memory of every parameter as it will be.
-    decays: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def own(self) -> Tensor:
@@ -154,9 +153,8 @@ class WholeCredit:
         decay, inherited = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
         total = torch.zeros(k, dtype=torch.float64)
         whole: dict[int, Tensor] = {}
-        decays: dict[int, Tensor] = {}
         for i, m in move.moves.items():
-            through = self.decay_through(i, m, decays)
+            through = self.decay_through(i, m, {})
             if raw[i] is None:
                 continue
             gradient = raw[i]
@@ -185,7 +183,7 @@ class WholeCredit:
             check_totals(self.scored, move, entry, self.store, step)
         estimated = self.store.parts(entry, kappa, direction).cpu()
         parts = self._spread(estimated, total - estimated.sum(0), kappa, entry)
-        return Payment(move, direction, entry, kappa, estimated, parts, total, decay, inherited, decays)
+        return Payment(move, direction, entry, kappa, estimated, parts, total, decay, inherited)
 
     def decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
@@ -210,13 +208,18 @@ class WholeCredit:
         return estimated + (shares / whole).unsqueeze(1) * rest
 
     @torch.no_grad()
-    def commit(self, payment: Payment | None, move: WholeMove, entry: Any, step: int, ids: Tensor, k: int) -> list[SettledCredits]:
-        """The step happened: pay, remember its rows, and settle what is over. Without a payment nothing is paid."""
+    def commit(
+        self, payment: Payment | None, move: WholeMove, entry: Any, step: int, ids: Tensor, decays: dict[int, Tensor]
+    ) -> list[SettledCredits]:
+        """The step happened: pay, remember its rows, and settle what is over. Without a payment nothing is paid.
+
+        ``decays`` is the memory of coupled weight decay as it is after the step.
+        """
+        assert self.columns is not None
+        k = len(self.columns)
         if self.audit is not None:
             assert isinstance(self.store, SketchStore)
-            self.audit.advance(
-                move, entry, self.store.weights_now, self.decays if payment is None else payment.decays, self.inherited
-            )
+            self.audit.advance(move, entry)
         start = 0
         for o in self.open:
             if payment is not None:
@@ -236,8 +239,8 @@ class WholeCredit:
             for i, (held, alpha) in self.inherited.items()
             if alpha > 1e-12
         }
+        self.decays |= decays
         if payment is not None:
-            self.decays |= payment.decays
             self._learn(payment)
         self.steps += 1
         return self._settle(self.memory.passed())
@@ -296,6 +299,12 @@ class WholeCredit:
         errors = self.store.errors(len(self.open), len(self.columns))
         paid = self.memory.shares_paid()
         return [_settled(o, e, float(p), self.columns) for o, e, p in zip(self.open, errors, paid, strict=True)]
+
+    def expected(self, entry: Any, move: WholeMove) -> tuple[int, int]:
+        """Return how many steps a window has, and what it will take with rows like these in every step, in bytes."""
+        later = max((m.recall.later for m in move.moves.values()), default=0.0)
+        steps = 1 if later <= 0 else min(10_000, math.ceil(math.log(REST) / math.log(min(later, 0.9999))))
+        return steps, steps * self.store.nbytes_of(entry)
 
     def nbytes(self) -> int:
         """Return the memory of all that is kept between steps."""

@@ -29,6 +29,8 @@ class PushMemory:
         self.paid: Numbers = np.zeros((0, parameters))
         #: What is still to come, were the options to stay as they are.
         self.rest: Numbers = np.zeros((0, parameters))
+        #: Which parameters stepped last.
+        self.stepping = np.zeros(parameters, bool)
 
     def __len__(self) -> int:
         """Return the number of open steps."""
@@ -45,7 +47,7 @@ class PushMemory:
         """The coming step happened."""
         kappa = self.look(recalls)
         keep, enter, read, _ = _columns(recalls)
-        moved = np.array([r is not None for r in recalls])
+        self.stepping = moved = np.array([r is not None for r in recalls])
         blank = np.zeros((1, self.a.shape[1]))
         grown = {name: np.vstack([getattr(self, name), blank]) for name in ("a", "paid", "rest")}
         self.a = np.where(moved, np.vstack([self.a * keep, enter[None]]), grown["a"])
@@ -57,7 +59,9 @@ class PushMemory:
     def passed(self) -> int:
         """Return how many of the oldest steps are over: less than :data:`REST` of their pushes is still to come."""
         # What is to come, against what would come after a push of the peak's size: κ / peak in a steady state.
-        share = self.rest / np.where(self.paid + self.rest > 0, self.paid + self.rest, 1.0)
+        # Parameters that did not step just now keep nothing open: one that is frozen for good would keep all of it.
+        rest = np.where(self.stepping, self.rest, 0.0)
+        share = rest / np.where(self.paid + rest > 0, self.paid + rest, 1.0)
         open_ = np.flatnonzero((share > REST).any(1))
         return int(open_[0]) if len(open_) else len(self.a)
 
@@ -73,13 +77,14 @@ class PushMemory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {name: getattr(self, name).tolist() for name in ("a", "paid", "rest")}
+        return {name: getattr(self, name).tolist() for name in ("a", "paid", "rest", "stepping")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore."""
         width = self.a.shape[1]
         for name in ("a", "paid", "rest"):
             setattr(self, name, np.array(state[name], np.float64).reshape(-1, width))
+        self.stepping = np.array(state["stepping"], bool)
 
 
 def _columns(recalls: Sequence[Recall | None]) -> tuple[Numbers, Numbers, Numbers, Numbers]:

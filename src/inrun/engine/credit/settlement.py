@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.credit.keeper import Payment, WholeCredit
+from inrun.engine.credit.keeper import EARLY_TIMES, Payment, WholeCredit
 from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.stores import SketchStore
 from inrun.engine.directions import Direction, Sketch
@@ -22,14 +23,17 @@ from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
-from inrun.errors import ValidationError
+from inrun.errors import DeferredMemoryError, ValidationError
 from inrun.ledger.record import SettledCredits
 from inrun.methods.midpoint import Quadrature, find_quadrature
 
+log = logging.getLogger("inrun")
 #: The residual of a step that is put up with, relative to Σ|c| of the parts it paid, and the rules tried one after the other.
 RESIDUAL, FINER = 0.01, ("gauss2", "gauss3", "gauss5", "gauss8")
 #: Signs of a rough step: clipped to a fraction of what is usual, or a fall (or rise) of so many times the usual one.
 CLIPPED, LARGE = 0.3, 3.0
+#: Bytes from which on memory is said without being asked.
+WORTH_SAYING = 10_000_000
 #: Steps that the usual is taken from.
 RECENT = 50
 
@@ -138,6 +142,8 @@ class WholeSettlement:
         self._payment: Payment | None = None
         self._move: WholeMove | None = None
         self._entry: Any = None
+        #: Memory of coupled weight decay as it will be after the step.
+        self._decays: dict[int, Tensor] = {}
         self.books: WholeBooks | None = None
 
     @property
@@ -175,6 +181,10 @@ class WholeSettlement:
         if self._entry is None:
             self._entry = entry = credit.capture(microbatches, k, self.quietly)
             self.kept_bytes = credit.store.nbytes()
+            if credit.steps == 0:
+                self._tell_memory(entry, move)
+        for i, m in move.moves.items():
+            credit.decay_through(i, m, self._decays)
         if not bool(torch.isfinite(found.losses).all()):
             return found
         self._audit(entry, coarse)
@@ -191,6 +201,28 @@ class WholeSettlement:
         self.books = WholeBooks(payment.data, payment.spread, payment.decay, payment.inherited, before, after, used)
         return found
 
+    def _tell_memory(self, entry: Any, move: WholeMove) -> None:
+        """Say once, before any of it is taken, what the open windows will keep; raise if that is more than allowed."""
+        steps, nbytes = self.credit.expected(entry, move)
+        early = 1.0 if self.credit.exact else 1.0 / EARLY_TIMES  # the first steps have finer sketches than the others
+        whole, limit = int(nbytes * early), self.setup.deferred_memory
+        kind = "per-sample gradients in host memory" if self.credit.exact else "sketches"
+        if limit is not None and whole > limit:
+            raise DeferredMemoryError(
+                f"whole credit would keep about {whole / 1e6:,.0f} MB of {kind} for {entry.n} rows in each of {steps} steps, and "
+                f'deferred_memory allows {limit / 1e6:,.0f} MB. Raise it, take credit_memory="sketch" (or a smaller sketch=), or '
+                'credit="step".'
+            )
+        if whole >= WORTH_SAYING or limit is not None:
+            log.warning(
+                "inrun: whole credit keeps about %.0f MB of %s (%d rows in each of %d steps; limit: %s)",
+                whole / 1e6,
+                kind,
+                entry.n,
+                steps,
+                "none" if limit is None else f"{limit / 1e6:,.0f} MB",
+            )
+
     def _check_columns(self, found: Gradients) -> None:
         if self.credit.columns is None:
             self.credit.expect(found.columns)
@@ -206,10 +238,7 @@ class WholeSettlement:
         credit, move = self.credit, self._move
         if credit.audit is None or move is None or not isinstance(credit.store, SketchStore):
             return
-        decays: dict[int, Tensor] = {}
-        for i, m in move.moves.items():
-            credit.decay_through(i, m, decays)
-        credit.audit.check(move, entry, credit.store.weights_now, decays, credit.inherited, self.step, coarse)
+        credit.audit.check(move, entry, credit.store.weights_now, self._decays, credit.inherited, self.step, coarse)
 
     @staticmethod
     def _own(found: Gradients, k: int) -> list[Tensor | None]:
@@ -250,8 +279,8 @@ class WholeSettlement:
 
     def commit(self, ids: Tensor, paid: bool) -> list[SettledCredits]:
         """The optimizers have stepped: remember the step's rows, pay if ``paid``, and settle what is over."""
-        assert self._move is not None and self._entry is not None and self.credit.columns is not None
+        assert self._move is not None and self._entry is not None
         payment = self._payment if paid else None
-        found = self.credit.commit(payment, self._move, self._entry, self.step, ids, len(self.credit.columns))
+        found = self.credit.commit(payment, self._move, self._entry, self.step, ids, self._decays)
         self.credit.refresh(self._move)
         return found

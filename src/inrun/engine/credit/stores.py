@@ -101,7 +101,12 @@ class ExactStore:
 
     def nbytes(self) -> int:
         """Return the memory of what is kept."""
-        return sum(shape.nbytes for e in self.entries for _, _, shape in e.held)
+        return sum(self.nbytes_of(e) for e in self.entries)
+
+    @staticmethod
+    def nbytes_of(entry: ExactEntry) -> int:
+        """Return the memory of one step's rows."""
+        return sum(shape.nbytes for _, _, shape in entry.held) + sum(x.nbytes for x in entry.factors.values())
 
 
 @dataclass
@@ -343,7 +348,7 @@ class SketchStore:
             tables = {i: sk.table(i, segments[i], weights[i]) for i in {r.parameter for e in some for r in e.rows}}
             common = _common(kappa[group])
             if common is not None:
-                sums = sums * sk.spread_out(torch.tensor(common != 0, dtype=sk.dtype, device=sk.device))
+                sums = sums * sk.spread_out(torch.tensor(common, dtype=sk.dtype, device=sk.device))
             for j, e in enumerate(some):
                 if common is not None:
                     part = (e.sketch @ sums.t()) * float(np.abs(kappa[group][j]).max() * np.sign(kappa[group][j].sum()))
@@ -405,8 +410,13 @@ class SketchStore:
 
     def nbytes(self) -> int:
         """Return the memory of what is kept."""
-        kept = sum(x.nbytes for e in self.entries for x in (e.sketch, e.beyond, e.known, e.rest))
-        return kept + sum(x.nbytes for e in self.entries for r in e.rows for x in (r.numbers, r.values))
+        return sum(self.nbytes_of(e) for e in self.entries)
+
+    @staticmethod
+    def nbytes_of(entry: SketchEntry) -> int:
+        """Return the memory of one step's rows."""
+        kept = sum(x.nbytes for x in (entry.sketch, entry.beyond, entry.known, entry.rest))
+        return kept + sum(x.nbytes for r in entry.rows for x in (r.numbers, r.values))
 
 
 def _norms(e: SketchEntry) -> Tensor:
@@ -417,6 +427,7 @@ def _norms(e: SketchEntry) -> Tensor:
 
 
 def _common(kappa: Numbers) -> Numbers | None:
-    """Return the κ of the first step by parameter where all parameters that step have the same, at every step; else None."""
-    moving = kappa[:, kappa.any(0)]
-    return kappa[0] if moving.size == 0 or bool((moving == moving[:, :1]).all()) else None
+    """Return which parameters step, as ones, where all that do have the same κ at every open step; else None."""
+    stepping = kappa.any(0)
+    moving = kappa[:, stepping]
+    return stepping.astype(float) if moving.size == 0 or bool((moving == moving[:, :1]).all()) else None
