@@ -38,9 +38,8 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _is_classes(s: Scored) -> bool:
-    """Whether a matrix is much higher than wide: an output vocabulary, whose rare rows hold most of a sample's gradient."""
-    p = s.parameter
-    return any(site.rule.rows_are_classes(n, p) for site, n in s.uses) or (p.dim() == 2 and p.shape[0] >= 4 * p.shape[1])
+    """Whether a parameter is an output vocabulary, whose rare rows hold most of a sample's gradient."""
+    return any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
 
 
 def plan_of(s: Scored, share: int, per_row: int) -> SketchPlan:

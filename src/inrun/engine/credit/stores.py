@@ -32,6 +32,13 @@ class Direction:
     whole: dict[int, Tensor]
     k: int
     _sums: dict[int, list[Tensor]] = field(default_factory=dict)
+    _joined: dict[int, Tensor] = field(default_factory=dict)
+
+    def joined(self, epoch: Epoch) -> Tensor:
+        """Return SD in the columns of an epoch, ``[k, columns]``; made once."""
+        if id(epoch) not in self._joined:
+            self._joined[id(epoch)] = epoch.sketcher.joined(self.sums(epoch.sketcher), epoch.weights, divide=True)
+        return self._joined[id(epoch)]
 
     def sums(self, sketcher: Sketcher) -> list[Tensor]:
         """Return the segment sums by parameter, ``[k, segments]``, as a sketcher takes them; made once."""
@@ -341,8 +348,7 @@ class SketchStore:
         found: list[Tensor] = []
         for epoch, group in self._by_epoch(all_):
             sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
-            segments = direction.sums(sk)
-            sums = sk.joined(segments, weights, divide=True)
+            segments, sums = direction.sums(sk), direction.joined(self.epochs[epoch])
             counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
             fitted = self.fits(some, sums, sk) * counts.unsqueeze(1)
             tables = {i: sk.table(i, segments[i], weights[i]) for i in {r.parameter for e in some for r in e.rows}}
@@ -366,8 +372,8 @@ class SketchStore:
         """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns."""
         all_ = [*self.entries, entry]
         for epoch, group in self._by_epoch(all_):
-            sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
-            sums = sk.joined(direction.sums(sk), weights, divide=True)
+            sk, some = self.epochs[epoch].sketcher, all_[group]
+            sums = direction.joined(self.epochs[epoch])
             f = self.fits(some, sums, sk)
             counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
             for j, e in enumerate(some):
