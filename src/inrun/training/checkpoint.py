@@ -80,7 +80,9 @@ class Checkpoint:
         windows = state.pop("credit", None)
         if windows is None or CREDIT not in self.state["files"]:
             return state
-        return {**state, "credit": {**windows, "tensors": load_file(str(self.folder / CREDIT))}}
+        # Copies, where torch puts its own tensors: products of tensors that lie in the file itself are rounded in another way.
+        tensors = {name: x.clone() for name, x in load_file(str(self.folder / CREDIT)).items()}
+        return {**state, "credit": {**windows, "tensors": tensors}}
 
 
 def _like(value: Any, now: Any) -> Any:
