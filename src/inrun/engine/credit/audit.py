@@ -34,13 +34,14 @@ class SketchAudit:
         #: Σ_s a_s c_s Σ_n S g_n by parameter, ``[buckets]``.
         self.remembered: list[Tensor] = []
 
-    def restart(self, weights: list[Tensor]) -> None:
+    def restart(self, sketcher: Sketcher) -> None:
         """Nothing of any sample is remembered."""
+        self.sketcher = sketcher
         self.remembered = [torch.zeros(p.buckets, dtype=torch.float64) for p in self.sketcher.plans]
 
-    def restore(self, remembered: list[Tensor]) -> None:
+    def restore(self, sketcher: Sketcher, remembered: list[Tensor]) -> None:
         """Go on from a saved state."""
-        self.remembered = remembered
+        self.sketcher, self.remembered = sketcher, remembered
 
     def entering(self, entry: SketchEntry, weights: list[Tensor]) -> list[Tensor]:
         """Return Σ_n S g_n of a step's rows, by parameter."""
@@ -115,15 +116,17 @@ class SketchAudit:
 
     def rebase(
         self,
+        sketcher: Sketcher,
         remembered: Mapping[int, Tensor | None],
         weights: list[Tensor],
         decays: Mapping[int, Tensor],
         inherited: Mapping[int, tuple[Tensor, float]],
     ) -> None:
-        """Sketch what is remembered with new weights; it was compared with the old ones a moment ago."""
+        """Sketch what is remembered in a new way; it was compared in the old way a moment ago."""
+        self.sketcher = sketcher
         for i, held in remembered.items():
             if held is None:
-                self.remembered[i] = torch.zeros_like(self.remembered[i])
+                self.remembered[i] = torch.zeros(sketcher.plans[i].buckets, dtype=torch.float64)
                 continue
             found = self.of(i, held, weights)
             if i in decays:

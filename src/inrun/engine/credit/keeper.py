@@ -27,6 +27,8 @@ from inrun.optimizers import UpdateRule
 
 #: Finished steps after which a sketch gets new weights; later every :data:`REFRESH`.
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
+#: The first steps differ most from what comes after them: they are sketched with so many times the numbers.
+EARLY_STEPS, EARLY_TIMES = 10, 4
 
 
 @dataclass
@@ -89,8 +91,9 @@ class WholeCredit:
             self.store = ExactStore(scored)
         else:
             assert sketch is not None
-            sketcher = Sketcher(scored, sketch, seed)
-            self.store, self.audit = SketchStore(sketcher), SketchAudit(sketcher)
+            usual = Sketcher(scored, sketch, seed)
+            early = Sketcher(scored, EARLY_TIMES * sketch, seed, like=usual)
+            self.store, self.audit = SketchStore(early, usual), SketchAudit(early)
         #: Memory of coupled weight decay, Σ a λw, by parameter; of what was there before scoring began, with its factor.
         self.decays: dict[int, Tensor] = {}
         self.inherited: dict[int, tuple[Tensor, float]] = {}
@@ -130,7 +133,7 @@ class WholeCredit:
             if held is not None and bool(torch.any(held != 0)):
                 self.inherited[i] = (held.detach().clone(), 1.0)
         if self.audit is not None and isinstance(self.store, SketchStore):
-            self.audit.restart(self.store.weights_now)
+            self.audit.restart(self.store.sketcher)
 
     def known(self, s: Scored) -> Tensor | None:
         """Return the direction that is known before the backward, ``[k, *shape]``."""
@@ -175,13 +178,7 @@ class WholeCredit:
         paces = np.array([move.moves[i].realised.pace if i in whole else 0.0 for i in range(len(self.scored))])
         own = np.array([[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]])
         kappa = self.memory.look(move.recalls()) * np.vstack([self.factors, own]) * paces
-        direction = Direction(whole)
-        if isinstance(self.store, SketchStore):
-            sk = self.store.sketcher
-            direction.sums = [
-                sk.sums(i, whole[i]) if i in whole else torch.zeros(k, sk.plans[i].segments, dtype=sk.dtype, device=sk.device)
-                for i in range(len(self.scored))
-            ]
+        direction = Direction(whole, k)
         if isinstance(entry, ExactEntry):
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
@@ -250,9 +247,10 @@ class WholeCredit:
         if not isinstance(self.store, SketchStore):
             return
         known = dict(self.store.known_whole) | payment.direction.whole
-        sums = list(self.store.known) if self.store.known is not None else payment.direction.sums
+        fresh = payment.direction.sums(self.store.sketcher)
+        sums = list(self.store.known) if self.store.known is not None else list(fresh)
         for i in payment.direction.whole:
-            sums[i] = payment.direction.sums[i]
+            sums[i] = fresh[i]
         self.store.known_whole, self.store.known = known, sums
 
     def refresh(self, move: WholeMove) -> None:
@@ -261,10 +259,12 @@ class WholeCredit:
             return
         if self.steps in REFRESH_AT or (self.steps > REFRESH_AT[-1] and self.steps % REFRESH == 0):
             gains = {i: m.realised.gain for i, m in move.moves.items()}
-            if any(isinstance(g, Tensor) for g in gains.values()):
-                self.store.begin_epoch(gains)
-                remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
-                self.audit.rebase(remembered, self.store.weights_now, self.decays, self.inherited)
+            early = self.steps < EARLY_STEPS
+            if early == self.store.early and not any(isinstance(g, Tensor) for g in gains.values()):
+                return
+            self.store.begin_epoch(gains, early)
+            remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
+            self.audit.rebase(self.store.sketcher, remembered, self.store.weights_now, self.decays, self.inherited)
 
     # The end of a window
 

@@ -17,7 +17,9 @@ from inrun.engine.sites import Scored
 from inrun.layers import SketchPlan, fold, segment_sums_in_pieces
 
 #: Entries per segment of a matrix, and segments per row where rows are kept apart.
-SEGMENT, PER_ROW = 32, 16
+SEGMENT, PER_ROW, PER_ROW_SMALL = 32, 64, 32
+#: Sketches below this size are small.
+SMALL = 16_384
 #: Rows of an output vocabulary that are kept apart per sample.
 HEAVY = 32
 #: Numbers that a parameter gets at least.
@@ -26,7 +28,7 @@ LEAST = 32
 
 def default_size(entries: int) -> int:
     """Return numbers per sample for a model with so many scored entries (docs/whole-credit.md has the measurements)."""
-    return int(min(max(2048, 2 ** round(math.log2(16 * max(entries, 1) ** 0.5))), 262_144))
+    return int(min(max(2048, 2 ** math.ceil(math.log2(24 * max(entries, 1) ** 0.5))), 262_144))
 
 
 def _divisor(number: int, most: int) -> int:
@@ -35,36 +37,43 @@ def _divisor(number: int, most: int) -> int:
 
 
 def _is_classes(s: Scored) -> bool:
-    return any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
+    """Whether a matrix is much higher than wide: an output vocabulary, whose rare rows hold most of a sample's gradient."""
+    p = s.parameter
+    return any(site.rule.rows_are_classes(n, p) for site, n in s.uses) or (p.dim() == 2 and p.shape[0] >= 4 * p.shape[1])
 
 
-def plan_of(s: Scored, share: int) -> SketchPlan:
-    """Choose segments for one parameter that may have about ``share`` numbers."""
+def plan_of(s: Scored, share: int, per_row: int) -> SketchPlan:
+    """Choose segments for one parameter that may have about ``share`` numbers, or ``per_row`` where rows are kept apart."""
     p = s.parameter
     rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
     if s.some_sparse or (_is_classes(s) and rows > 4 * HEAVY):
-        segment = _divisor(columns, max(1, columns // PER_ROW))
+        segment = _divisor(columns, max(1, columns // per_row))
         return SketchPlan(rows, columns, segment, share, 0 if s.only_sparse else min(HEAVY, rows))
     if p.numel() <= share:
         return SketchPlan(rows, columns, 1, p.numel())
-    segment = _divisor(columns, SEGMENT)
+    segment = _divisor(columns, max(1, min(SEGMENT, p.numel() // share)))
     return SketchPlan(rows, columns, segment, min(share, rows * (columns // segment)))
 
 
 class Sketcher:
     """Signs and weights of a run; ``weights`` may change from time to time (an *epoch* of the sketch)."""
 
-    def __init__(self, scored: list[Scored], size: int, seed: int) -> None:
-        """Share ``size`` numbers among the parameters, ∝ √entries; the same seed gives the same signs."""
+    def __init__(self, scored: list[Scored], size: int, seed: int, like: Sketcher | None = None) -> None:
+        """Share ``size`` numbers among the parameters, ∝ √entries; the same seed gives the same signs, shared with ``like``."""
         self.scored, self.size, self.seed = scored, size, seed
         parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if _is_classes(s) else 1.0) for s in scored if not s.only_sparse}
         whole = sum(parts.values()) or 1.0
-        self.plans = [plan_of(s, max(LEAST, int(size * parts.get(s, 0.0) / whole)) if s in parts else 256) for s in scored]
+        per_row = PER_ROW if size >= SMALL else PER_ROW_SMALL
+        shares = [max(LEAST, int(size * parts[s] / whole)) if s in parts else 256 for s in scored]
+        self.plans = [plan_of(s, share, per_row) for s, share in zip(scored, shares, strict=True)]
         self.sampled = [i for i, s in enumerate(scored) if not s.only_sparse]
         self.device = scored[0].parameter.device
         double = any(s.parameter.dtype == torch.float64 for s in scored)
         self.dtype = torch.float64 if double else torch.float32
-        self.signs = [self._signs(i, plan) for i, plan in enumerate(self.plans)]
+        self.signs: list[Tensor] = [
+            self._signs(i, plan) if like is None or plan.exact != like.plans[i].exact else like.signs[i]
+            for i, plan in enumerate(self.plans)
+        ]
         self.ones = [torch.ones(plan.segments, dtype=self.dtype, device=self.device) for plan in self.plans]
         sizes = [self.plans[i].buckets for i in self.sampled]
         self.columns = sum(sizes)
@@ -75,6 +84,10 @@ class Sketcher:
         self.owners = torch.zeros(self.columns, len(scored), dtype=self.dtype, device=self.device)
         for i, place in self.places.items():
             self.owners[place, i] = 1.0
+        #: 1 for columns that hold more than one entry.
+        self.lossy = torch.ones(self.columns, dtype=self.dtype, device=self.device)
+        for i, place in self.places.items():
+            self.lossy[place] = float(not self.plans[i].exact)
 
     def _signs(self, index: int, plan: SketchPlan) -> Tensor:
         if plan.exact:
@@ -90,6 +103,13 @@ class Sketcher:
     def sums(self, index: int, x: Tensor) -> Tensor:
         """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``."""
         return segment_sums_in_pieces(x.reshape(len(x), -1).to(self.dtype), self.signs[index], self.plans[index].segment)
+
+    def all_sums(self, whole: Mapping[int, Tensor], k: int) -> list[Tensor]:
+        """Return the segment sums of every parameter, zeros for those that are missing."""
+        return [
+            self.sums(i, whole[i]) if i in whole else torch.zeros(k, plan.segments, dtype=self.dtype, device=self.device)
+            for i, plan in enumerate(self.plans)
+        ]
 
     def mean_by_segment(self, index: int, x: Tensor) -> Tensor:
         """Return the mean of a tensor over each segment, ``[segments]``."""

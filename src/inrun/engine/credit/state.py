@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from inrun.engine.credit.keeper import Open, WholeCredit
-from inrun.engine.credit.stores import ExactEntry, SketchEntry, SketchStore
+from inrun.engine.credit.stores import Epoch, ExactEntry, SketchEntry, SketchStore
 from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer
 from inrun.ledger.labels import Label
@@ -34,7 +34,7 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
     }
     if isinstance(credit.store, SketchStore):
         plain |= _sketch_state(credit.store, tensors)
-        plain["sketch"] = credit.store.sketcher.size
+        plain["sketch"] = credit.store.sketchers[False].size
         assert credit.audit is not None
         tensors |= {f"audit.{i}": x for i, x in enumerate(credit.audit.remembered)}
     else:
@@ -49,10 +49,15 @@ def _sketch_state(store: SketchStore, tensors: dict[str, Tensor]) -> dict[str, A
         for r, (_, _, numbers, values) in enumerate(e.rows):
             tensors |= {f"entry.{j}.rows.{r}": numbers, f"entry.{j}.values.{r}": values}
         rows.append({"epoch": e.epoch, "rows": [(i, first) for i, first, _, _ in e.rows]})
-    for epoch, weights in store.epochs.items():
-        tensors |= {f"epoch.{epoch}.{i}": w for i, w in enumerate(weights)}
+    for number, epoch in store.epochs.items():
+        tensors |= {f"epoch.{number}.{i}": w for i, w in enumerate(epoch.weights)}
     tensors |= {f"known.{i}": x for i, x in store.known_whole.items()}
-    return {"entries": rows, "epoch": store.epoch, "epochs": list(store.epochs), "known": list(store.known_whole)}
+    return {
+        "entries": rows,
+        "epoch": store.epoch,
+        "epochs": [[n, e.early] for n, e in store.epochs.items()],
+        "known": list(store.known_whole),
+    }
 
 
 def _exact_state(e: ExactEntry, j: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def _exact_state(e: ExactEntry, j: int, tensors: dict[str, Tensor]) -> dict[str,
 def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
     """Go on from a saved state."""
     plain, tensors = state["plain"], state["tensors"]
-    size = None if credit.exact else credit.store.sketcher.size  # type: ignore[union-attr]
+    size = None if credit.exact else credit.store.sketchers[False].size  # type: ignore[union-attr]
     if plain["exact"] != credit.exact or plain.get("sketch") != size:
         raise ConfigurationError(
             f"the saved run kept {_words(plain['exact'], plain.get('sketch'))} for whole credit, this accountant keeps "
@@ -119,12 +124,15 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
     count = len(store.sketcher.plans)
     store.restore(
         entries,
-        {epoch: [tensors[f"epoch.{epoch}.{i}"].to(device) for i in range(count)] for epoch in plain["epochs"]},
+        {
+            n: Epoch(store.sketchers[early], [tensors[f"epoch.{n}.{i}"].to(device) for i in range(count)], early)
+            for n, early in plain["epochs"]
+        },
         int(plain["epoch"]),
         {i: _like(credit, i, tensors[f"known.{i}"]) for i in plain["known"]},
     )
     assert credit.audit is not None
-    credit.audit.restore([x for _, x in sorted((i, tensors[name]) for name, i in _numbered(tensors, "audit."))])
+    credit.audit.restore(store.sketcher, [x for _, x in sorted((i, tensors[name]) for name, i in _numbered(tensors, "audit."))])
 
 
 def _load_exact(e: dict[str, Any], j: int, tensors: dict[str, Tensor]) -> ExactEntry:

@@ -28,8 +28,14 @@ class Direction:
     """What one step is paid by: D per parameter, ``[k, *shape]`` per unit of pace, and what it was when steps were sketched."""
 
     whole: dict[int, Tensor]
-    #: Segment sums by parameter, ``[k, segments]``; only where sketches are kept.
-    sums: list[Tensor] = field(default_factory=list)
+    k: int
+    _sums: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def sums(self, sketcher: Sketcher) -> list[Tensor]:
+        """Return the segment sums by parameter, ``[k, segments]``, as a sketcher takes them; made once."""
+        if id(sketcher) not in self._sums:
+            self._sums[id(sketcher)] = sketcher.all_sums(self.whole, self.k)
+        return self._sums[id(sketcher)]
 
 
 class ExactStore:
@@ -60,7 +66,7 @@ class ExactStore:
     def parts(self, entry: ExactEntry, kappa: Numbers, direction: Direction) -> Tensor:
         """Return what every open row gets, ``[rows, k]``, in double precision."""
         found = []
-        columns = len(next(iter(direction.whole.values())))
+        columns = direction.k
         host = {i: d.to("cpu") for i, d in direction.whole.items()}
         for row, open_ in zip(kappa, [*self.entries, entry], strict=True):
             part = torch.zeros(open_.n, columns, dtype=torch.float64)
@@ -117,6 +123,16 @@ class ExactEntry:
         return self._norms
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """A time in which gradients are sketched in one way."""
+
+    sketcher: Sketcher
+    #: ρ by segment, per parameter.
+    weights: list[Tensor]
+    early: bool
+
+
 @dataclass
 class SketchEntry:
     """The sketches of one step's rows."""
@@ -143,38 +159,48 @@ class SketchEntry:
 class SketchStore:
     """Sketches of all open steps."""
 
-    def __init__(self, sketcher: Sketcher) -> None:
-        """Begin with weights of 1."""
-        self.sketcher = sketcher
+    def __init__(self, early: Sketcher, usual: Sketcher) -> None:
+        """Begin with weights of 1; ``early`` serves the first steps, which differ most from what comes later."""
+        self.sketchers = {True: early, False: usual}
+        self.early = True
         self.entries: list[SketchEntry] = []
-        #: Weights by epoch.
-        self.epochs: dict[int, list[Tensor]] = {0: sketcher.ones}
+        #: Sketcher and weights by epoch.
+        self.epochs: dict[int, Epoch] = {0: Epoch(early, early.ones, True)}
         self.epoch = 0
         #: Segment sums of the direction that is known before the next backward.
         self.known: list[Tensor] | None = None
         #: That direction itself, by parameter.
         self.known_whole: dict[int, Tensor] = {}
 
-    def restore(self, entries: list[SketchEntry], epochs: dict[int, list[Tensor]], epoch: int, known: dict[int, Tensor]) -> None:
+    def restore(self, entries: list[SketchEntry], epochs: dict[int, Epoch], epoch: int, known: dict[int, Tensor]) -> None:
         """Go on from a saved state."""
         self.entries, self.epochs, self.epoch, self.known_whole = entries, epochs, epoch, known
-        if known:
-            sk, k = self.sketcher, len(next(iter(known.values())))
-            self.known = [
-                sk.sums(i, known[i]) if i in known else torch.zeros(k, p.segments, dtype=sk.dtype, device=sk.device)
-                for i, p in enumerate(sk.plans)
-            ]
+        self.early = epochs[epoch].early
+        self._know_again()
+
+    def _know_again(self) -> None:
+        if self.known_whole:
+            self.known = self.sketcher.all_sums(self.known_whole, len(next(iter(self.known_whole.values()))))
+
+    @property
+    def sketcher(self) -> Sketcher:
+        """Return the sketcher of the present epoch."""
+        return self.epochs[self.epoch].sketcher
 
     @property
     def weights_now(self) -> list[Tensor]:
         """Return the weights of the present epoch."""
-        return self.epochs[self.epoch]
+        return self.epochs[self.epoch].weights
 
-    def begin_epoch(self, gains: dict[int, Tensor | float]) -> None:
+    def begin_epoch(self, gains: dict[int, Tensor | float], early: bool) -> None:
         """Sketch with new weights from now on; open steps keep theirs."""
+        changed, self.early = early != self.early, early
         self.epoch += 1
-        self.epochs[self.epoch] = self.sketcher.weights_from(gains)
+        sketcher = self.sketchers[early]
+        self.epochs[self.epoch] = Epoch(sketcher, sketcher.weights_from(gains), early)
         self._forget_epochs()
+        if changed:
+            self._know_again()
 
     def _forget_epochs(self) -> None:
         alive = {e.epoch for e in self.entries} | {self.epoch}
@@ -235,11 +261,12 @@ class SketchStore:
                         self.known_whole[i].reshape(len(self.known_whole[i]), -1).to(sk.dtype)
                     )
 
-    def fits(self, open_: list[SketchEntry], sums: Tensor) -> Tensor:
+    @staticmethod
+    def fits(open_: list[SketchEntry], sums: Tensor, owners: Tensor) -> Tensor:
         """Return f, ``[steps, k, parameters]``: how much of Sv⁰ is in SD, for steps of one epoch."""
         known = torch.stack([e.known for e in open_])
         square = torch.stack([e.known_square for e in open_])
-        inner = (known * sums) @ self.sketcher.owners
+        inner = (known * sums) @ owners
         return torch.where(square > 0, inner / torch.where(square > 0, square, 1.0), 0.0)
 
     def _by_epoch(self, all_: list[SketchEntry]) -> list[tuple[int, slice]]:
@@ -253,21 +280,21 @@ class SketchStore:
 
     def parts(self, entry: SketchEntry | None, kappa: Numbers, direction: Direction, note: bool = False) -> Tensor:
         """Return what every open row gets, ``[rows, k]``; ``note`` it for the error, too."""
-        sk = self.sketcher
         all_ = [*self.entries, *([] if entry is None else [entry])]
         moving = np.flatnonzero(kappa.any(0))
         same = len(moving) == 0 or bool((kappa[:, moving] == kappa[:, moving[:1]]).all())
-        counts = torch.tensor(kappa, dtype=sk.dtype, device=sk.device)
+        counts = torch.tensor(kappa, dtype=self.sketcher.dtype, device=self.sketcher.device)
         found: list[Tensor] = []
         for epoch, group in self._by_epoch(all_):
-            weights, some = self.epochs[epoch], all_[group]
-            sums = sk.joined(direction.sums, weights, divide=True)
+            sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
+            segments = direction.sums(sk)
+            sums = sk.joined(segments, weights, divide=True)
             if same and len(moving):
                 still = torch.ones(len(sk.scored), dtype=sk.dtype, device=sk.device)
                 still[[i for i in range(len(sk.scored)) if i not in set(moving.tolist())]] = 0.0
                 sums = sums * (sk.owners @ still)
-            f = self.fits(some, sums)
-            tables = {i: sk.table(i, direction.sums[i], weights[i]) for i in {i for e in some for i, *_ in e.rows}}
+            f = self.fits(some, sums, sk.owners)
+            tables = {i: sk.table(i, segments[i], weights[i]) for i in {i for e in some for i, *_ in e.rows}}
             for j, e in enumerate(some):
                 k_e = counts[group.start + j]
                 if same:
@@ -304,16 +331,12 @@ class SketchStore:
         The variance of ⟨Sg, SV⟩ is about Σ_b (Sg)_b² (SV)_b² over the buckets that hold more than one entry; it is mixed with the
         step's mean, since single estimates of a variance are rough.
         """
-        lossy = torch.cat([torch.full((p.stop - p.start,), float(not self.sketcher.plans[i].exact)) for i, p in self._places()])
-        lossy = lossy.to(self.sketcher.device, self.sketcher.dtype)[::EVERY]
         found = []
         for e in self.entries[:count]:
+            lossy = self.epochs[e.epoch].sketcher.lossy[::EVERY]
             own = (e.sketch[:, ::EVERY].square() * lossy) @ e.rest.square().t() * EVERY + e.rest_rows.square()
             found.append((0.5 * own + 0.5 * own.mean(0)).sqrt().double())
         return found
-
-    def _places(self) -> list[tuple[int, slice]]:
-        return list(self.sketcher.places.items())
 
     def drop(self, count: int) -> None:
         """Let the oldest steps go."""
