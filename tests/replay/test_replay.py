@@ -308,7 +308,9 @@ def test_a_late_set_gets_the_credits_it_would_have_had(folder, keep):
     assert source.credit == "whole" and all(s.credits for s in source.steps)
     result = replay(source, ["late"], folder / "out", check=["code"])
     assert result.credit == "whole" and result.scored == 24 and all(p.difference == 0.0 for p in result.passed)
-    assert result.check[0].steps == 24 and result.check[0].spearman > 0.999 and result.check[0].total == pytest.approx(1.0, rel=1e-3)
+    assert (
+        result.check[0].steps == 24 and result.check[0].spearman > 0.999 and result.check[0].total == pytest.approx(1.0, rel=1e-3)
+    )
     found, expected = credits(folder / "out", "late"), credits(live, "late")
     assert [x[:2] for x in found] == [x[:2] for x in expected] and len(found) == 24 * 4
     a, b = (np.array([x[2] for x in rows]) for rows in (found, expected))
@@ -351,7 +353,9 @@ def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
 def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, monkeypatch):
     source = open_source(whole(folder), late(folder))
     put = Stage._put_moments
-    monkeypatch.setattr(Stage, "_put_moments", lambda self, *a: (put(self, *a), [s["exp_avg"].mul_(3) for s in self.optimizer.state.values()]))
+    monkeypatch.setattr(
+        Stage, "_put_moments", lambda self, *a: (put(self, *a), [s["exp_avg"].mul_(3) for s in self.optimizer.state.values()])
+    )
     with pytest.raises(TrainingError, match="--credit step"):
         replay(source, ["late"], folder / "out")
     assert not (folder / "out").exists()

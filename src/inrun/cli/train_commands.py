@@ -15,7 +15,7 @@ import click
 from inrun.cli.options import JSON
 
 #: Steps of the demo.
-DEMO_STEPS = 480
+DEMO_STEPS = 320
 
 
 @click.command(

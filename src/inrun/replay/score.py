@@ -124,7 +124,9 @@ def replay(
     credits = scribe.settled if credit == "whole" else None
     held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds, credits) for n in check]
     scored = len(steps) - len(scribe.skipped)
-    return Replayed(str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds)
+    return Replayed(
+        str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds
+    )
 
 
 class _Scribe:

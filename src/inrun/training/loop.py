@@ -23,8 +23,8 @@ from inrun.engine import Accountant
 from inrun.engine.fold import folds
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
-from inrun.ledger.record import SettledCredits
 from inrun.ledger.labels import set_of
+from inrun.ledger.record import SettledCredits
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses

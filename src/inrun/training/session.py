@@ -136,7 +136,9 @@ def _as_begun(config: TrainConfig, run: Path) -> TrainConfig:
     begun = load_config(saved).scoring
     if begun.asks_whole:
         return config
-    log.warning("inrun: %s was begun with scoring.method=%s, update=%s and is scored so to its end", run, begun.method, begun.update)
+    log.warning(
+        "inrun: %s was begun with scoring.method=%s, update=%s and is scored so to its end", run, begun.method, begun.update
+    )
     kept = {name: getattr(begun, name) for name in ("credit", "method", "update")}
     return msgspec.structs.replace(config, scoring=msgspec.structs.replace(config.scoring, **kept))
 
