@@ -353,9 +353,13 @@ def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
 def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, monkeypatch):
     source = open_source(whole(folder), late(folder))
     put = Stage._put_moments
-    monkeypatch.setattr(
-        Stage, "_put_moments", lambda self, *a: (put(self, *a), [s["exp_avg"].mul_(3) for s in self.optimizer.state.values()])
-    )
+
+    def other(self, *arguments):
+        put(self, *arguments)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].mul_(3)
+
+    monkeypatch.setattr(Stage, "_put_moments", other)
     with pytest.raises(TrainingError, match="--credit step"):
         replay(source, ["late"], folder / "out")
     assert not (folder / "out").exists()

@@ -350,7 +350,8 @@ class Accountant:
     def close(self, settle: bool = True) -> None:
         """Detach from model and optimizers. Scores stay readable.
 
-        Under whole credit, uses whose window is open are settled; ``settle=False`` leaves them to a run that goes on from a saved state.
+        Under whole credit, uses whose window is open are settled; ``settle=False`` leaves that to a run that goes on from a saved
+        state.
         """
         if not self._detach.alive:
             return

@@ -56,7 +56,7 @@ def compare(
     seconds: float,
     credits: Mapping[int, SettledCredits] | None = None,
 ) -> Closeness:
-    """Hold a replay against what was scored live, use by use: contributions, or ``credits`` by the step of use where they are given."""
+    """Hold a replay against what was scored live, use by use: contributions, or ``credits`` by the step of use."""
     if credits is None:
         both = [(s.ids, s.live, records[s.step].contributions) for s in steps if s.step in records]
     else:

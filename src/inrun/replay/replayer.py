@@ -3,8 +3,8 @@
 Exactly: training goes on from the last checkpoint before a step, with its batches, learning rates and random numbers. This is the
 run itself, to rounding. It is put onto every checkpoint that it comes by.
 
-Under whole credit a use is paid by the steps after it, too. That needs them all in their order, from the beginning, where nothing is
-remembered yet: an exact replay without gaps. Wherever steps are looked at one by one the step game is played, and said so.
+Under whole credit a use is paid by the steps after it, too. That needs them all in their order, from the beginning, where nothing
+is remembered yet: an exact replay without gaps. Wherever steps are looked at one by one the step game is played, and said so.
 
 Pinned: a recorded batch is run at a state that was saved (see ``viewpoints``), with the learning rate and the clip factor that
 its step had, and nothing of it stays. Steps do not depend on each other, and can share a validation gradient.
@@ -67,11 +67,12 @@ class Look:
         why = "only some steps are taken again" if self.mode == "exact" else f"steps are looked at one by one (from {self.mode})"
         if asked == "whole":
             raise ConfigurationError(
-                f"whole credit pays a use by all the steps after it, and here {why}; replay every step exactly, or take credit='step'"
+                f"whole credit pays a use by all the steps after it, and here {why}; replay every step exactly, or take "
+                "credit='step'"
             )
         log.warning(
-            "inrun: %s was scored by whole credit, which pays a use by all the steps after it. Here %s, so they are scored step by step "
-            '(credit="step", method="midpoint"): what a use did in its own step',
+            "inrun: %s was scored by whole credit, which pays a use by all the steps after it. Here %s, so they are scored step by "
+            'step (credit="step", method="midpoint"): what a use did in its own step',
             source.run,
             why,
         )

@@ -70,8 +70,8 @@ def study(
         sets: Validation sets that were scored live; every step takes the same rows as it did then.
         modes: From where steps are looked at. "exact" is done once: fewer checkpoints would only make it longer.
         count: About how many steps to compare; live scores are added up over the same ones.
-        look: Method and update; those of the run by default. Steps are looked at one by one, so the step game is played: beside a run
-            that was scored by whole credit, live figures are what uses did in their own steps.
+        look: Method and update; those of the run by default. Steps are looked at one by one, so the step game is played: beside a
+            run that was scored by whole credit, live figures are what uses did in their own steps.
         tell: Called after every step.
     """
     unknown = [name for name in sets if name not in source.live_sets]

@@ -4,7 +4,8 @@
 
     checkpoints/step-00000200/model.safetensors, optimizer.safetensors, random.safetensors, credit.safetensors, state.json
 
-``credit.safetensors`` is there under whole credit alone: the windows that are open, without which a sample's later pay would be lost. A checkpoint is written aside, synced and renamed, so that it is whole or absent; ``state.json`` has the digests of the others.
+``credit.safetensors`` is there under whole credit alone: the windows that are open, without which samples' later pay would be lost.
+A checkpoint is written aside, synced and renamed, so that it is whole or absent; ``state.json`` has the digests of the others.
 """
 
 from __future__ import annotations

@@ -336,8 +336,8 @@ def _check_scoring(s: Scoring) -> None:
             raise ConfigurationError(f"scoring.{name} is {value!r}; accepted are {', '.join(known)}")
     if s.asks_whole and s.refresh > 1:
         raise ConfigurationError(
-            f"scoring.refresh is {s.refresh}, and whole credit takes validation gradients of its own at every step; name a method of "
-            "the step game that reuses them, such as scoring.method=first"
+            f"scoring.refresh is {s.refresh}, and whole credit takes validation gradients of its own at every step; name a method "
+            "of the step game that reuses them, such as scoring.method=first"
         )
 
 
