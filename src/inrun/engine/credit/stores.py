@@ -237,7 +237,7 @@ class SketchStore:
             entry_known = sk.joined(self.known, self.weights_now, divide=True)
             inside = torch.stack([(sketch * v) @ sk.owners for v in entry_known], dim=1)
             for i, at, r, v in of_exact:
-                inside[at : at + len(r), :, i] += _contract_rows(_laid_out(sk.table(i, self.known[i], self.weights_now[i])), r, v)
+                inside[at : at + len(r), :, i] += _contract_rows(sk.table(i, self.known[i], self.weights_now[i]), r, v)
             beyond = exact - inside
         square = entry_known.square() @ sk.owners
         some = (sk.columns + EVERY - 1) // EVERY
@@ -294,8 +294,7 @@ class SketchStore:
                 still[[i for i in range(len(sk.scored)) if i not in set(moving.tolist())]] = 0.0
                 sums = sums * (sk.owners @ still)
             f = self.fits(some, sums, sk.owners)
-            tables = {i: _laid_out(sk.table(i, segments[i], weights[i])) for i in {i for e in some for i, *_ in e.rows}}
-            squares = {i: table.square() for i, table in tables.items()} if note else {}
+            tables = {i: sk.table(i, segments[i], weights[i]) for i in {i for e in some for i, *_ in e.rows}}
             for j, e in enumerate(some):
                 k_e = counts[group.start + j]
                 if same:
@@ -308,7 +307,7 @@ class SketchStore:
                     if kappa[group.start + j, i] != 0.0:
                         part[first : first + len(rows)] += _contract_rows(tables[i], rows, values) * k_e[i]
                         if note:
-                            square = _contract_rows(squares[i], rows, values.square())
+                            square = _contract_rows(tables[i].square(), rows, values.square())
                             spread[first : first + len(rows)] += square * k_e[i] ** 2
                 if note:
                     columns = k_e @ sk.owners.t()[:, ::EVERY]
@@ -350,15 +349,9 @@ class SketchStore:
         return kept + sum(x.nbytes for e in self.entries for _, _, r, v in e.rows for x in (r, v))
 
 
-def _laid_out(table: Tensor) -> Tensor:
-    """Return a table ``[k, rows, J]`` with all that belongs to a row together, ``[rows, J, k]``."""
-    return table.permute(1, 2, 0).contiguous()
-
-
-def _contract_rows(laid: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[rows, J, k]``: one gather and one product."""
-    found = laid.flatten(1).index_select(0, rows.reshape(-1)).view(len(rows), -1, laid.shape[2])
-    return torch.bmm(values.reshape(len(rows), 1, -1), found)[:, 0]
+def _contract_rows(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[k, rows, J]``."""
+    return torch.stack([(t[rows] * values).flatten(1).sum(1) for t in table], dim=1)
 
 
 def _norms(e: SketchEntry) -> Tensor:
