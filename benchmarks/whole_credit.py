@@ -100,8 +100,11 @@ def main() -> None:
     truth, *others = run(options, options.sketch or [4096, 16384], exact=True)
     last = options.steps - 44  # later uses are cut off by the end
     exact = truth["credit"][options.skip : last]
-    setting = f"{options.corpus}{' tied' if options.tied else ''}{' redrawn' if options.redrawn else ''} lr {options.lr:g} seed {options.seed}"
-    print(f"{setting}, {truth['entries']:,} entries; exact window {truth['bytes'] / 1e6:.0f} MB", flush=True)
+    kind = options.corpus + (" tied" if options.tied else "") + (" redrawn" if options.redrawn else "")
+    print(
+        f"{kind} lr {options.lr:g} seed {options.seed}, {truth['entries']:,} entries; exact window {truth['bytes'] / 1e6:.0f} MB",
+        flush=True,
+    )
     for other in others:
         credit, error = other["credit"][options.skip : last], other["error"][options.skip : last]
         off = credit - exact

@@ -14,11 +14,11 @@ from inrun.training.gpt import next_token_loss
 from tiny import batch, tiny, validation
 
 
-def train(score: bool, **options) -> tuple[dict, torch.Tensor]:
+def train(score: bool, credit: str = "step", **options) -> tuple[dict, torch.Tensor]:
     model = tiny(dropout=0.2, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     accountant = (
-        inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(5, 1)}, credit="step", **options) if score else None
+        inrun.Accountant(model, optimizer, {"a": validation(), "b": validation(5, 1)}, credit=credit, **options) if score else None
     )
     torch.manual_seed(7)
     for step in range(30):
@@ -38,17 +38,19 @@ def train(score: bool, **options) -> tuple[dict, torch.Tensor]:
     return model.state_dict(), torch.get_rng_state()
 
 
-def test_bitwise_mode_gives_the_same_bits_with_dropout() -> None:
+@pytest.mark.parametrize("credit", [{}, {"credit": "whole"}, {"credit": "whole", "credit_memory": "exact"}])
+def test_bitwise_mode_gives_the_same_bits_with_dropout(credit: dict) -> None:
     plain, random_plain = train(False)
-    scored, random_scored = train(True, bitwise=True, audit_every=1)
+    scored, random_scored = train(True, bitwise=True, audit_every=1, **credit)
     assert all(torch.equal(plain[k], scored[k]) for k in plain)
     assert torch.equal(random_plain, random_scored)
 
 
+@pytest.mark.parametrize("credit", ["step", "whole"])
 @pytest.mark.parametrize("form", ["auto", "shared", "project"])
-def test_default_mode_gives_the_same_weights_to_rounding(form: str) -> None:
+def test_default_mode_gives_the_same_weights_to_rounding(form: str, credit: str) -> None:
     plain, random_plain = train(False)
-    scored, random_scored = train(True, form=form)
+    scored, random_scored = train(True, form=form, credit=credit)
     for k in plain:
         torch.testing.assert_close(plain[k], scored[k], rtol=1e-4, atol=2e-5)
     assert torch.equal(random_plain, random_scored)

@@ -51,11 +51,10 @@ class SketchAudit:
             summed[sk.places[i]].clone() if i in sk.places else torch.zeros(p.buckets, dtype=torch.float64, device=sk.device)
             for i, p in enumerate(sk.plans)
         ]
-        for i, _, rows, values in entry.rows:
-            plan = sk.plans[i]
-            table = torch.zeros(plan.rows, plan.per_row, dtype=torch.float64, device=sk.device)
-            table.index_add_(0, rows.reshape(-1), values.reshape(-1, plan.per_row).double())
-            found[i] += fold(table.view(1, -1), torch.ones((), dtype=torch.float64, device=sk.device), plan.buckets)[0]
+        one = torch.ones((), dtype=torch.float64, device=sk.device)
+        for r in entry.rows:
+            plan = sk.plans[r.parameter]
+            found[r.parameter] += fold(r.by_segment(plan.rows).view(1, -1), one, plan.buckets)[0]
         return [x.cpu() for x in found]
 
     def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:

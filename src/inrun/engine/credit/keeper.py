@@ -228,7 +228,7 @@ class WholeCredit:
             [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
         )
         if isinstance(self.store, SketchStore) and payment is not None:
-            self.store.parts(entry, payment.kappa, payment.direction, note=True)
+            self.store.note(entry, payment.kappa, payment.direction)
         self.store.push(entry)
         self.memory.advance(move.recalls())
         self.inherited = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ LEAST = 32
 
 def default_size(entries: int) -> int:
     """Return numbers per sample for a model with so many scored entries (docs/whole-credit.md has the measurements)."""
-    return int(min(max(2048, 2 ** math.ceil(math.log2(24 * max(entries, 1) ** 0.5))), 262_144))
+    return int(min(max(16_384, 2 ** math.ceil(math.log2(12 * max(entries, 1) ** 0.5))), 262_144))
 
 
 def _divisor(number: int, most: int) -> int:
@@ -80,10 +81,10 @@ class Sketcher:
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
         #: Where a sampled parameter's columns are.
         self.places = {i: slice(ends[j], ends[j + 1]) for j, i in enumerate(self.sampled)}
-        #: Which parameter a column belongs to, ``[columns, sampled]``, as ones.
-        self.owners = torch.zeros(self.columns, len(scored), dtype=self.dtype, device=self.device)
-        for i, place in self.places.items():
-            self.owners[place, i] = 1.0
+        #: Which parameter a column belongs to, and where each sampled parameter's columns begin.
+        owner = [i for i in self.sampled for _ in range(self.plans[i].buckets)]
+        self.owner = torch.tensor(owner, dtype=torch.int64, device=self.device)
+        self._starts = np.array(ends[:-1], np.int64)
         #: 1 for columns that hold more than one entry.
         self.lossy = torch.ones(self.columns, dtype=self.dtype, device=self.device)
         for i, place in self.places.items():
@@ -95,6 +96,20 @@ class Sketcher:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         drawn = torch.randint(0, 2, (plan.rows * plan.columns,), generator=generator, dtype=torch.int8)
         return drawn.to(self.dtype).mul_(2).sub_(1).to(self.device)
+
+    def by_parameter(self, x: Tensor) -> Tensor:
+        """Add up columns by the parameter they belong to: ``[..., columns]`` to ``[..., parameters]``."""
+        found = torch.zeros(*x.shape[:-1], len(self.scored), dtype=x.dtype, device=x.device)
+        if not self.sampled:
+            return found
+        if x.device.type == "cpu":
+            found[..., self.sampled] = torch.from_numpy(np.add.reduceat(x.numpy(), self._starts, axis=-1))
+            return found
+        return found.index_add_(-1, self.owner, x)
+
+    def spread_out(self, x: Tensor, every: int = 1) -> Tensor:
+        """Give every column (or every so many) its parameter's number: ``[..., parameters]`` to ``[..., columns]``."""
+        return x[..., self.owner[::every]]
 
     def sketch(self, index: int, weights: Tensor) -> Sketch:
         """Return what a backward needs to sketch one parameter."""

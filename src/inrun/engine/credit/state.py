@@ -8,13 +8,13 @@ import numpy as np
 from torch import Tensor
 
 from inrun.engine.credit.keeper import Open, WholeCredit
-from inrun.engine.credit.stores import Epoch, ExactEntry, SketchEntry, SketchStore
+from inrun.engine.credit.stores import Epoch, ExactEntry, RowsApart, SketchEntry, SketchStore
 from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer
 from inrun.ledger.labels import Label
 
 #: Tensors of a sketched step, by field.
-_FIELDS = ("sketch", "beyond", "known", "known_square", "rest", "rest_rows")
+_FIELDS = ("sketch", "beyond", "known", "known_square", "rest", "spread_rows", "rest_rows")
 
 
 def credit_state(credit: WholeCredit) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def _sketch_state(store: SketchStore, tensors: dict[str, Tensor]) -> dict[str, A
     rows = []
     for j, e in enumerate(store.entries):
         tensors |= {f"entry.{j}.{name}": getattr(e, name) for name in _FIELDS}
-        for r, (_, _, numbers, values) in enumerate(e.rows):
-            tensors |= {f"entry.{j}.rows.{r}": numbers, f"entry.{j}.values.{r}": values}
-        rows.append({"epoch": e.epoch, "rows": [(i, first) for i, first, _, _ in e.rows]})
+        for i, r in enumerate(e.rows):
+            tensors |= {f"entry.{j}.rows.{i}": r.numbers, f"entry.{j}.values.{i}": r.values}
+        rows.append({"epoch": e.epoch, "rows": [(r.parameter, r.first) for r in e.rows]})
     for number, epoch in store.epochs.items():
         tensors |= {f"epoch.{number}.{i}": w for i, w in enumerate(epoch.weights)}
     tensors |= {f"known.{i}": x for i, x in store.known_whole.items()}
@@ -117,7 +117,7 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
     for j, e in enumerate(plain["entries"]):
         fields = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
         rows = [
-            (i, first, tensors[f"entry.{j}.rows.{r}"].to(device), tensors[f"entry.{j}.values.{r}"].to(device))
+            RowsApart(i, first, tensors[f"entry.{j}.rows.{r}"].to(device), tensors[f"entry.{j}.values.{r}"].to(device))
             for r, (i, first) in enumerate(e["rows"])
         ]
         entries.append(SketchEntry(epoch=e["epoch"], rows=rows, **fields))

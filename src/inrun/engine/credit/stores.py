@@ -6,7 +6,8 @@ that is paid, what does every open row get? Rows are in the order of their steps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch, Replayed
 from inrun.engine.sites import Scored
 from inrun.layers import Formed, GradientShape, from_bits
+from inrun.layers.layout import row_dots
 
 #: One column in so many stands for all where the error of an estimate is estimated.
 EVERY = 4
@@ -133,6 +135,48 @@ class Epoch:
     early: bool
 
 
+@dataclass(frozen=True)
+class RowsApart:
+    """Rows of a parameter that samples touched, or touched most, with their sketched segments."""
+
+    parameter: int
+    #: The first of the step's rows that these belong to.
+    first: int
+    #: Row numbers ``[n, r]``, or ``[r]`` where all samples touched the same (positions); values ``[n, r, J]``.
+    numbers: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, parameter: int, first: int, numbers: Tensor, values: Tensor) -> RowsApart:
+        """See whether all samples touched the same rows."""
+        same = len(numbers) > 0 and bool((numbers == numbers[:1]).all())
+        return cls(parameter, first, numbers[0].clone() if same else numbers, values)
+
+    @property
+    def n(self) -> int:
+        """Return the number of samples."""
+        return len(self.values)
+
+    def contract(self, table: Tensor) -> Tensor:
+        """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[k, rows, J]``."""
+        flat = self.values.flatten(1)
+        if self.numbers.dim() == 1:
+            return torch.stack([flat @ t[self.numbers].reshape(-1) for t in table], dim=1)
+        return torch.stack([row_dots(t[self.numbers].flatten(1), flat) for t in table], dim=1)
+
+    def squared(self, table: Tensor) -> Tensor:
+        """Return Σ_r Σ_j values² · table²: the variance of :meth:`contract`."""
+        return replace(self, values=self.values.square()).contract(table.square())
+
+    def by_segment(self, rows: int) -> Tensor:
+        """Return the sum over samples as a table ``[rows, J]``, in double precision."""
+        values = self.values.double()
+        found = torch.zeros(rows, values.shape[-1], dtype=torch.float64, device=values.device)
+        if self.numbers.dim() == 1:
+            return found.index_add_(0, self.numbers, values.sum(0))
+        return found.index_add_(0, self.numbers.reshape(-1), values.reshape(-1, values.shape[-1]))
+
+
 @dataclass
 class SketchEntry:
     """The sketches of one step's rows."""
@@ -144,16 +188,23 @@ class SketchEntry:
     #: Sv⁰ ``[k, columns]`` and its squared norm per parameter ``[k, parameters]``.
     known: Tensor
     known_square: Tensor
-    #: Rows that are kept apart: parameter, first row, row numbers ``[n, r]``, values ``[n, r, J]``.
-    rows: list[tuple[int, int, Tensor, Tensor]]
-    #: Σ_t κ (SD_t − f Sv⁰) over some columns, ``[k, columns / EVERY]``, and Σ_t of the rows' own spreads, ``[n, k]``.
+    #: Rows that are kept apart.
+    rows: list[RowsApart]
+    #: Σ_t κ (SD_t − f Sv⁰) over some columns, ``[k, columns / EVERY]``; the spread of what the rows apart get, per unit of κ and
+    #: in all, ``[n, k]``.
     rest: Tensor
+    spread_rows: Tensor
     rest_rows: Tensor
 
     @property
     def n(self) -> int:
         """Return the number of rows."""
         return len(self.sketch)
+
+    @functools.cached_property
+    def norms(self) -> Tensor:
+        """Return the norm of every row's sketch."""
+        return _norms(self)
 
 
 class SketchStore:
@@ -213,8 +264,8 @@ class SketchStore:
         n = sum(m.n for m in microbatches)
         sketch = torch.zeros(n, sk.columns, dtype=sk.dtype, device=sk.device)
         exact = torch.zeros(n, k, len(sk.scored), dtype=sk.dtype, device=sk.device)
-        rows: list[tuple[int, int, Tensor, Tensor]] = []
-        of_exact: list[tuple[int, int, Tensor, Tensor]] = []  # rows that the exact products have a part in
+        rows: list[RowsApart] = []
+        of_exact: list[RowsApart] = []  # rows that the exact products have a part in
         first = 0
         for micro in microbatches:
             mine = slice(first, first + micro.n)
@@ -225,7 +276,7 @@ class SketchStore:
                 if leaf.grad is not None:
                     exact[mine, :, place[s]] += leaf.grad.to(sk.dtype)
             for kept in micro.kept_rows:
-                found = [(place[kept.scored], first, r, v.to(sk.dtype)) for r, v in kept.rows()]
+                found = [RowsApart.of(place[kept.scored], first, r, v.to(sk.dtype)) for r, v in kept.rows()]
                 rows += found
                 of_exact += [] if kept.lookup else found
             for replayed in micro.replays:
@@ -235,15 +286,16 @@ class SketchStore:
         beyond = torch.zeros_like(exact)
         if self.known is not None:
             entry_known = sk.joined(self.known, self.weights_now, divide=True)
-            inside = torch.stack([(sketch * v) @ sk.owners for v in entry_known], dim=1)
-            for i, at, r, v in of_exact:
-                inside[at : at + len(r), :, i] += _contract_rows(sk.table(i, self.known[i], self.weights_now[i]), r, v)
+            inside = torch.stack([sk.by_parameter(sketch * v) for v in entry_known], dim=1)
+            for r in of_exact:
+                table = sk.table(r.parameter, self.known[r.parameter], self.weights_now[r.parameter])
+                inside[r.first : r.first + r.n, :, r.parameter] += r.contract(table)
             beyond = exact - inside
-        square = entry_known.square() @ sk.owners
+        square = sk.by_parameter(entry_known.square())
         some = (sk.columns + EVERY - 1) // EVERY
         rest = torch.zeros(k, some, dtype=sk.dtype, device=sk.device)
         rest_rows = torch.zeros(n, k, dtype=sk.dtype, device=sk.device)
-        return SketchEntry(self.epoch, sketch, beyond, entry_known, square, rows, rest, rest_rows)
+        return SketchEntry(self.epoch, sketch, beyond, entry_known, square, rows, rest, torch.zeros_like(rest_rows), rest_rows)
 
     def _replay(self, replayed: Replayed, n: int, first: int, quietly: Any, sketch: Tensor, exact: Tensor, rows: list[Any]) -> None:
         """Sketch what a module without a rule left, which runs again for it."""
@@ -255,18 +307,18 @@ class SketchStore:
                 found = g.sketch(sk.signs[i], self.weights_now[i], sk.plans[i])
                 sketch[first : first + n, sk.places[i]] += found[0]
                 if len(found) == 3:
-                    rows.append((i, first, from_bits(found[2]), found[1]))
+                    rows.append(RowsApart.of(i, first, from_bits(found[2]), found[1]))
                 if self.known_whole.get(i) is not None:
                     exact[first : first + n, :, i] += g.contract(
                         self.known_whole[i].reshape(len(self.known_whole[i]), -1).to(sk.dtype)
                     )
 
     @staticmethod
-    def fits(open_: list[SketchEntry], sums: Tensor, owners: Tensor) -> Tensor:
+    def fits(open_: list[SketchEntry], sums: Tensor, sketcher: Sketcher) -> Tensor:
         """Return f, ``[steps, k, parameters]``: how much of Sv⁰ is in SD, for steps of one epoch."""
         known = torch.stack([e.known for e in open_])
         square = torch.stack([e.known_square for e in open_])
-        inner = (known * sums) @ owners
+        inner = sketcher.by_parameter(known * sums)
         return torch.where(square > 0, inner / torch.where(square > 0, square, 1.0), 0.0)
 
     def _by_epoch(self, all_: list[SketchEntry]) -> list[tuple[int, slice]]:
@@ -278,48 +330,56 @@ class SketchStore:
                 start = i
         return found
 
-    def parts(self, entry: SketchEntry | None, kappa: Numbers, direction: Direction, note: bool = False) -> Tensor:
-        """Return what every open row gets, ``[rows, k]``; ``note`` it for the error, too."""
-        all_ = [*self.entries, *([] if entry is None else [entry])]
-        moving = np.flatnonzero(kappa.any(0))
-        same = len(moving) == 0 or bool((kappa[:, moving] == kappa[:, moving[:1]]).all())
-        counts = torch.tensor(kappa, dtype=self.sketcher.dtype, device=self.sketcher.device)
+    def parts(self, entry: SketchEntry, kappa: Numbers, direction: Direction) -> Tensor:
+        """Return what every open row gets, ``[rows, k]``, in double precision."""
+        all_ = [*self.entries, entry]
         found: list[Tensor] = []
         for epoch, group in self._by_epoch(all_):
             sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
             segments = direction.sums(sk)
             sums = sk.joined(segments, weights, divide=True)
-            if same and len(moving):
-                still = torch.ones(len(sk.scored), dtype=sk.dtype, device=sk.device)
-                still[[i for i in range(len(sk.scored)) if i not in set(moving.tolist())]] = 0.0
-                sums = sums * (sk.owners @ still)
-            f = self.fits(some, sums, sk.owners)
-            tables = {i: sk.table(i, segments[i], weights[i]) for i in {i for e in some for i, *_ in e.rows}}
+            counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
+            fitted = self.fits(some, sums, sk) * counts.unsqueeze(1)
+            tables = {i: sk.table(i, segments[i], weights[i]) for i in {r.parameter for e in some for r in e.rows}}
+            common = _common(kappa[group])
+            if common is not None:
+                sums = sums * sk.spread_out(torch.tensor(common != 0, dtype=sk.dtype, device=sk.device))
             for j, e in enumerate(some):
-                k_e = counts[group.start + j]
-                if same:
-                    part = (e.sketch @ sums.t()) * (kappa[group.start + j, moving[0]] if len(moving) else 0.0)
+                if common is not None:
+                    part = (e.sketch @ sums.t()) * float(np.abs(kappa[group][j]).max() * np.sign(kappa[group][j].sum()))
                 else:
-                    part = e.sketch @ (sums * (sk.owners @ k_e)).t()
-                part = part + torch.einsum("nkl,kl->nk", e.beyond, f[j] * k_e)
-                spread = torch.zeros_like(part)
-                for i, first, rows, values in e.rows:
-                    if kappa[group.start + j, i] != 0.0:
-                        part[first : first + len(rows)] += _contract_rows(tables[i], rows, values) * k_e[i]
-                        if note:
-                            square = _contract_rows(tables[i].square(), rows, values.square())
-                            spread[first : first + len(rows)] += square * k_e[i] ** 2
-                if note:
-                    columns = k_e @ sk.owners.t()[:, ::EVERY]
-                    fitted = (f[j] @ sk.owners.t()[:, ::EVERY]) * e.known[:, ::EVERY]
-                    e.rest += (sums[:, ::EVERY] - fitted) * columns
-                    e.rest_rows += spread.sqrt()
+                    part = e.sketch @ (sums * sk.spread_out(counts[j])).t()
+                part += torch.einsum("nkl,kl->nk", e.beyond, fitted[j])
+                for r in e.rows:
+                    count = float(kappa[group][j, r.parameter])
+                    if count != 0.0:
+                        part[r.first : r.first + r.n] += r.contract(tables[r.parameter]) * count
                 found.append(part.double())
         return torch.cat(found)
 
+    def note(self, entry: SketchEntry, kappa: Numbers, direction: Direction) -> None:
+        """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns."""
+        all_ = [*self.entries, entry]
+        for epoch, group in self._by_epoch(all_):
+            sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
+            sums = sk.joined(direction.sums(sk), weights, divide=True)
+            f = self.fits(some, sums, sk)
+            counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
+            for j, e in enumerate(some):
+                missed = sums[:, ::EVERY] - sk.spread_out(f[j], EVERY) * e.known[:, ::EVERY]
+                e.rest.addcmul_(missed, sk.spread_out(counts[j], EVERY))
+                e.rest_rows += e.spread_rows * float(np.abs(kappa[group][j]).max())
+        sk, weights, segments = self.sketcher, self.weights_now, direction.sums(self.sketcher)
+        for r in entry.rows:
+            if sk.plans[r.parameter].segment > 1:
+                square = r.squared(sk.table(r.parameter, segments[r.parameter], weights[r.parameter]))
+                entry.spread_rows[r.first : r.first + r.n] += square
+        entry.spread_rows.sqrt_()
+        entry.rest_rows += entry.spread_rows * float(np.abs(kappa[-1]).max())
+
     def weights(self, entry: SketchEntry) -> Tensor:
         """Return the norm of every row's sketch, by which a rest is spread, ``[rows]``."""
-        return torch.cat([_norms(e) for e in [*self.entries, entry]])
+        return torch.cat([*(e.norms for e in self.entries), entry.norms])
 
     def push(self, entry: SketchEntry) -> None:
         """Keep the coming step's rows."""
@@ -346,16 +406,17 @@ class SketchStore:
     def nbytes(self) -> int:
         """Return the memory of what is kept."""
         kept = sum(x.nbytes for e in self.entries for x in (e.sketch, e.beyond, e.known, e.rest))
-        return kept + sum(x.nbytes for e in self.entries for _, _, r, v in e.rows for x in (r, v))
-
-
-def _contract_rows(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[k, rows, J]``."""
-    return torch.stack([(t[rows] * values).flatten(1).sum(1) for t in table], dim=1)
+        return kept + sum(x.nbytes for e in self.entries for r in e.rows for x in (r.numbers, r.values))
 
 
 def _norms(e: SketchEntry) -> Tensor:
     squares = e.sketch.square().sum(1)
-    for _, first, _, values in e.rows:
-        squares[first : first + len(values)] += values.square().flatten(1).sum(1)
+    for r in e.rows:
+        squares[r.first : r.first + r.n] += r.values.square().flatten(1).sum(1)
     return squares.sqrt().double()
+
+
+def _common(kappa: Numbers) -> Numbers | None:
+    """Return the κ of the first step by parameter where all parameters that step have the same, at every step; else None."""
+    moving = kappa[:, kappa.any(0)]
+    return kappa[0] if moving.size == 0 or bool((moving == moving[:, :1]).all()) else None

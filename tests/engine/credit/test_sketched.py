@@ -1,0 +1,339 @@
+"""Sketched whole credit: equal to exact where the sketch loses nothing, audited before anything is spread, resumed bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import inrun
+from cases import CASES, Case, model_of
+from inrun.errors import ConfigurationError, CreditError, OptimizerError, ValidationError
+from inrun.training.gpt import next_token_loss
+from tiny import batch, tiny, train_step, validation
+
+WIDE = 10**6
+
+
+def attach(model: nn.Module, memory: str = "sketch", **options):
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(
+        model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    options = {"validation": validation(), "audit_every": 1, "sketch": WIDE if memory == "sketch" else None, **options}
+    return optimizer, inrun.Accountant(model, optimizer, credit="whole", credit_memory=memory, **options)
+
+
+def credits_of(accountant) -> torch.Tensor:
+    return torch.cat([o.credit for o in accountant._run.credit.open])
+
+
+@pytest.mark.parametrize("form", ["shared", "project"])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_sketch_that_loses_nothing_is_exact(case: Case, form: str) -> None:
+    """Every layer case, tied and reused weights, modules that run again: sketch and exact agree."""
+    found = []
+    for memory in ("exact", "sketch"):
+        model = model_of(case)
+        held = case.draw(2, 3, torch.Generator().manual_seed(9))
+        optimizer, accountant = attach(
+            model, memory, validation=lambda m, x=held: m(x).square().mean(), form=form, check_rows=False
+        )
+        for t in range(6):
+            x = case.draw(4, 5, torch.Generator().manual_seed(t))
+            with accountant.step(range(4)):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((credits_of(accountant), accountant.last.contributions["validation"]))
+    scale = found[0][0].abs().max()
+    tolerance = max(case.accuracy, 1e-9) * 10
+    torch.testing.assert_close(found[1][0] / scale, found[0][0] / scale, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found[1][1] / scale, found[0][1] / scale, rtol=0, atol=tolerance)
+
+
+def test_several_validation_sets_points_and_folds() -> None:
+    """Each column alone gives the same credits as all together."""
+    rows = batch(4, 50)
+
+    def points(model):
+        return torch.stack([next_token_loss(model, rows[j : j + 1]) for j in range(4)])
+
+    sets = {"a": validation(), "p": points, "f": inrun.folds(points, 2)}
+    found = {}
+    for name in ("all", *sets):
+        model = tiny()
+        optimizer, accountant = attach(model, validation=sets if name == "all" else {name: sets[name]})
+        for t in range(5):
+            last = train_step(accountant, model, optimizer, batch(4, t), clip=0.5)
+        found[name] = (credits_of(accountant), last)
+    whole, last = found["all"]
+    assert whole.shape == (20, 1 + 4 + 2)
+    torch.testing.assert_close(whole, torch.cat([found[name][0] for name in sets], dim=1))
+    for name in sets:
+        torch.testing.assert_close(last.contributions[name], found[name][1].contributions[name])
+        assert last.accounts[name].data == pytest.approx(found[name][1].accounts[name].data)
+    assert last.standard_errors["f"].shape == (4,)
+
+
+def test_parts_add_up_to_the_fall_with_gauss_points() -> None:
+    model = tiny()
+    optimizer, accountant = attach(model, quadrature="gauss32", sketch=512)
+    for t in range(12):
+        account = train_step(accountant, model, optimizer, batch(4, t), clip=0.5).accounts["validation"]
+        fall = account.loss_before - account.loss_after
+        assert account.data + account.decay + account.inherited == pytest.approx(fall, abs=1e-12)
+        assert account.momentum is None
+
+
+@pytest.mark.parametrize("memory", ["exact", "sketch"])
+def test_memory_from_before_is_inherited(memory: str) -> None:
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for t in range(5):
+        next_token_loss(model, batch(4, t)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _, accountant = attach(model, memory, optimizer=optimizer, quadrature="gauss16")
+    shares = []
+    for t in range(12):
+        account = train_step(accountant, model, optimizer, batch(4, 10 + t)).accounts["validation"]
+        assert account.data + account.decay + account.inherited == pytest.approx(
+            account.loss_before - account.loss_after, abs=1e-12
+        )
+        shares.append(abs(account.inherited) / account.spread)
+    assert shares[0] > 0.3  # most of the first moves was earlier samples' doing
+    assert shares[-1] < 0.5 * shares[0]
+
+
+# Faults that the sketch's own audit must see
+
+
+def wrong_beta(accountant, optimizer, model, monkeypatch):
+    rule = accountant._setup.rules[0]
+    real = rule.recall
+    monkeypatch.setattr(type(rule), "recall", lambda self, g, s: dataclasses.replace(real(g, s), keep=0.85))
+
+
+def wrong_clip(accountant, optimizer, model, monkeypatch):
+    from inrun.engine.factors import Factors
+
+    real = Factors.measured
+    monkeypatch.setattr(Factors, "measured", lambda self: {k: 0.7 * v for k, v in real(self).items()})
+
+
+def counted_step(accountant, optimizer, model, monkeypatch):
+    """A step that was taken into account, and that the optimizer never took."""
+    before = copy.deepcopy(optimizer.state_dict())
+    train_step(accountant, model, optimizer, batch(4, 77), clip=0.5)
+    optimizer.load_state_dict(before)
+
+
+def reset_optimizer(accountant, optimizer, model, monkeypatch):
+    optimizer.state.clear()
+
+
+def lost_window(accountant, optimizer, model, monkeypatch):
+    """The books forget their open windows and what was inherited, but go on as if nothing had been there."""
+    accountant._run.credit.audit.restart(accountant._run.credit.store.sketcher)
+
+
+@pytest.mark.parametrize("fault", [None, wrong_beta, wrong_clip, counted_step, reset_optimizer, lost_window])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_audit_sees(fault, dtype, monkeypatch) -> None:
+    model = tiny(dtype=dtype)
+    optimizer, accountant = attach(model, sketch=512)
+    for t in range(6):
+        train_step(accountant, model, optimizer, batch(4, t), clip=0.5)
+    if fault is None:  # the control
+        train_step(accountant, model, optimizer, batch(4, 7), clip=0.5)
+        return
+    fault(accountant, optimizer, model, monkeypatch)
+    with pytest.raises(CreditError, match="what the optimizer remembers"):
+        train_step(accountant, model, optimizer, batch(4, 7), clip=0.5)
+
+
+def test_steps_outside_are_inherited_not_spread() -> None:
+    model = tiny()
+    optimizer, accountant = attach(model, quadrature="gauss16")
+    for t in range(4):
+        train_step(accountant, model, optimizer, batch(4, t))
+    next_token_loss(model, batch(4, 9)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    account = train_step(accountant, model, optimizer, batch(4, 5)).accounts["validation"]
+    assert account.data + account.decay + account.inherited == pytest.approx(account.loss_before - account.loss_after, abs=1e-12)
+    assert abs(account.inherited) > 0
+    settled = accountant.ledger.credits()
+    assert set(settled["step"].to_pylist()) == {0, 1, 2, 3}
+    assert max(settled["paid"].to_pylist()) < 0.7
+
+
+# Windows
+
+
+def test_rows_settle_when_their_window_has_passed() -> None:
+    model = tiny(dtype=torch.float32)
+    optimizer, accountant = attach(model, sketch=512, audit_every=0)
+    for t in range(60):
+        train_step(accountant, model, optimizer, batch(2, t), ids=[t, 1000])
+        open_ = len(accountant._run.credit.open)
+        assert open_ == min(t + 1, 43)  # the 44th step that is paid is the last
+    table = accountant.scores().to_pydict()
+    by_id = dict(zip(table["sample_id"], table["pending"], strict=True))
+    assert by_id[0] == 0
+    assert by_id[59] == 1
+    assert by_id[1000] == 43  # it came back in every step
+    settled = accountant.ledger.credits()
+    assert sorted(set(settled["step"].to_pylist())) == list(range(17))
+    assert min(settled["paid"].to_pylist()) > 0.98
+    accountant.close()
+    assert accountant.ledger.credits().num_rows == 120
+    assert set(accountant.scores()["pending"].to_pylist()) == {0}
+
+
+@pytest.mark.parametrize("memory", ["exact", "sketch"])
+def test_a_resumed_run_settles_the_same(memory: str) -> None:
+    """The window is in the state: the same credits, bit for bit; the control without it is not."""
+
+    def start():
+        model = tiny(dtype=torch.float32)
+        return model, *attach(model, memory, audit_every=0, **({"sketch": 512} if memory == "sketch" else {}))
+
+    model, optimizer, accountant = start()
+    for t in range(14):
+        train_step(accountant, model, optimizer, batch(4, t), clip=0.5)
+        if t == 8:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), accountant.state_dict()))
+    again, other, resumed = start()
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    for t in range(9, 14):
+        train_step(resumed, again, other, batch(4, t), clip=0.5)
+    assert torch.equal(credits_of(resumed), credits_of(accountant))
+    first, second = accountant._run.credit.so_far(), resumed._run.credit.so_far()
+    assert all((a.errors["validation"] == b.errors["validation"]).all() for a, b in zip(first, second, strict=True))
+    # Without the window what it held is inherited.
+    lost, third, afresh = start()
+    lost.load_state_dict(saved[0])
+    third.load_state_dict(saved[1])
+    afresh.load_state_dict({k: v for k, v in saved[2].items() if k not in ("credit", "usual")})
+    train_step(afresh, lost, third, batch(4, 9), clip=0.5)
+    assert len(afresh._run.credit.open) == 1
+    assert afresh._run.credit.inherited
+
+
+def test_no_growth_over_a_thousand_steps() -> None:
+    model = nn.Linear(6, 3)
+    x = torch.randn(4, 6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, accountant = attach(model, optimizer=optimizer, validation=lambda m: m(x[:1]).square().mean(), sketch=64, audit_every=0)
+    held = []
+    for t in range(1000):
+        with accountant.step(range(4)):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if t in (100, 999):
+            held.append(accountant.held_bytes())
+    assert held[0] == held[1]
+
+
+def test_odd_steps() -> None:
+    """A gradient that is not finite, a validation loss that is not, a learning rate of 0."""
+    model = tiny()
+    broken = []
+    rows = batch(2, 99)
+
+    def loss(m):
+        return next_token_loss(m, rows) * (float("nan") if broken else 1.0)
+
+    optimizer, accountant = attach(model, validation=loss)
+    for t in range(3):
+        train_step(accountant, model, optimizer, batch(4, t))
+    before = credits_of(accountant)
+    broken.append(1)
+    result = train_step(accountant, model, optimizer, batch(4, 3))
+    assert "validation loss is not finite" in result.skipped
+    assert torch.equal(credits_of(accountant)[:12], before)  # nothing was paid
+    broken.clear()
+    train_step(accountant, model, optimizer, batch(4, 4))  # the audit still agrees: the step's rows were remembered
+    assert len(accountant._run.credit.open) == 5
+    optimizer.param_groups[0]["lr"] = 0.0
+    result = train_step(accountant, model, optimizer, batch(4, 5))
+    assert float(result.contributions["validation"].abs().max()) == 0.0
+    optimizer.param_groups[0]["lr"] = 1e-2
+    assert float(train_step(accountant, model, optimizer, batch(4, 6)).contributions["validation"].abs().max()) > 0.0
+
+
+# What is chosen, and what is refused by name
+
+
+def make(**options):
+    model = tiny()
+    optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    return inrun.Accountant(model, optimizer, validation(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "whole"),
+        ({"method": "first"}, "step"),
+        ({"update": "sgd"}, "step"),
+        ({"credit": "step"}, "step"),
+        ({"optimizer": torch.optim.Rprop}, "step"),
+        ({"optimizer": torch.optim.Rprop, "credit": "whole"}, "whole"),
+        ({"optimizer": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.9)}, "step"),
+        ({"optimizer": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.9), "credit_memory": "exact"}, "whole"),
+        ({"optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)}, "whole"),
+    ],
+)
+def test_what_auto_means(options: dict, expected: str) -> None:
+    assert make(**options).credit == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"credit": "whole", "method": "first"}, ConfigurationError, 'method="first" belongs to credit="step"'),
+        ({"credit": "whole", "update": "secant"}, ConfigurationError, 'update="secant" belongs to credit="step"'),
+        ({"credit": "whole", "refresh": 2}, ConfigurationError, "refresh=2"),
+        ({"credit": "some"}, ConfigurationError, "accepted are auto, whole, step"),
+        ({"credit_memory": "disk"}, ConfigurationError, '"sketch" and "exact"'),
+        ({"sketch": 3}, ConfigurationError, "at least 64"),
+        (
+            {"credit": "whole", "optimizer": lambda p, lr: torch.optim.RMSprop(p, lr=lr, momentum=0.9)},
+            OptimizerError,
+            "no sketch knows beforehand",
+        ),
+    ],
+)
+def test_refused_by_name(options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make(**options)
+
+
+def test_value_clipping_is_the_step_games() -> None:
+    model = tiny()
+    optimizer, accountant = attach(model)
+    with pytest.raises(OptimizerError, match='take credit="step"'), accountant.step(range(4)):
+        next_token_loss(model, batch(4, 0)).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        optimizer.step()
+
+
+def test_points_must_stay_the_same() -> None:
+    model = tiny()
+    rows = batch(4, 50)
+
+    def points(model, step):
+        return torch.stack([next_token_loss(model, rows[j : j + 1]) for j in range(2 + step % 2)])
+
+    optimizer, accountant = attach(model, validation=points)
+    train_step(accountant, model, optimizer, batch(4, 0))
+    with pytest.raises(ValidationError, match="points and folds must stay the same"):
+        train_step(accountant, model, optimizer, batch(4, 1))
