@@ -41,7 +41,7 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     not say is the paper's recipe. NAME=VALUE overrides single options, with dots for sections.
 
     Samples are scored by whole credit: every push that moves the weights, now or later through momentum, belongs to a sample, and
-    the samples' credits add up to what the model learned. scoring.credit=step, or a scoring.method, counts a sample's own step alone.
+    the samples' credits add up to what the model learned. scoring.credit=step, or a scoring.method, counts its own step alone.
     """
     from inrun.training.config import load_config
 
