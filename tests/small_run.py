@@ -54,7 +54,7 @@ def settings(folder: Path, name: str = "run", **more: object) -> dict[str, objec
             "code": {"split": "val", "where": {"domain": "code"}, "rows": 2},
             "all": {"split": "val", "rows": 4, "folds": 2},
         },
-        "scoring": {"method": "midpoint", "audit_every": 5},
+        "scoring": {"audit_every": 5},
         "checkpoints": {"every": 5},
         "logging": {"every": 1, "evaluate_every": 6, "evaluate_rows": 4},
     }

@@ -21,7 +21,7 @@ from inrun.replay.replayer import Look, Replayer
 from inrun.replay.score import choose_steps, replay
 from inrun.replay.source import open_source
 from inrun.replay.study import sampled_steps, study, thinnings, whole_stretches
-from inrun.replay.viewpoints import Viewpoint, anchors_of, viewpoint_of
+from inrun.replay.viewpoints import Stage, Viewpoint, anchors_of, viewpoint_of
 from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import ValidationSet, make_config
 from inrun.training.session import train
@@ -287,3 +287,99 @@ def test_what_is_refused(folder, monkeypatch, capsys):
         shutil.rmtree(checkpoint)
     code, _, err = command(monkeypatch, capsys, run, "-v", new)
     assert code == 1 and "no checkpoint" in err
+
+
+def whole(folder: Path, name: str = "run", **more) -> Path:
+    """A run under whole credit that forgets within 7 steps, so that windows pass; its rate does not depend on its length."""
+    forgets = {"lr": 3e-3, "final_lr": 3e-3, "warmup": 4, "betas": [0.5, 0.9], **HARD["optimizer"]}
+    return a_run(folder, name, method=None, steps=24, **{"optimizer": forgets, **more})
+
+
+def credits(run: Path, label: str) -> list[tuple[int, int, float]]:
+    rows = inrun.Ledger.open(run).credits().to_pylist()
+    return [(r["step"], r["sample_id"], r["credit"]) for r in rows if r["validation"] == label]
+
+
+@pytest.mark.parametrize("keep", [None, 0])
+def test_a_late_set_gets_the_credits_it_would_have_had(folder, keep):
+    live = whole(folder, "both", validation={"late": {"paths": [str(folder / "late.jsonl")], "rows": 2}})
+    run = whole(folder, keep=keep)
+    source = open_source(run, late(folder))
+    assert source.credit == "whole" and all(s.credits for s in source.steps)
+    result = replay(source, ["late"], folder / "out", check=["code"])
+    assert result.credit == "whole" and result.scored == 24 and all(p.difference == 0.0 for p in result.passed)
+    assert (
+        result.check[0].steps == 24 and result.check[0].spearman > 0.999 and result.check[0].total == pytest.approx(1.0, rel=1e-3)
+    )
+    found, expected = credits(folder / "out", "late"), credits(live, "late")
+    assert [x[:2] for x in found] == [x[:2] for x in expected] and len(found) == 24 * 4
+    a, b = (np.array([x[2] for x in rows]) for rows in (found, expected))
+    assert np.allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max())
+    books = inrun.Ledger.open(folder / "out")
+    assert books.about["credit"] == "whole" and books.scores()["pending"].to_numpy().sum() == 0
+    assert books.credits()["validation"].unique().to_pylist() == ["late"] and verify(folder / "out").good
+    step = replay(source, ["late"], folder / "step", Look("exact", credit="step"), check=["code"])  # the control
+    assert step.credit == "step" and inrun.Ledger.open(folder / "step").credits().num_rows == 0
+    sums = {name: np.abs(inrun.Ledger.open(folder / name).scores()["score"].to_numpy()).sum() for name in ("out", "step")}
+    assert sums["out"] > 1.2 * sums["step"]
+
+
+def test_steps_by_themselves_are_scored_by_the_step_game_and_it_is_said(folder, caplog):
+    source = open_source(whole(folder), late(folder))
+    for look, steps in ((Look("before"), source.steps), (Look("exact"), choose_steps(source, Look("exact"), every=2))):
+        caplog.clear()
+        result = replay(source, ["late"], folder / f"out-{look.mode}", look, steps=steps)
+        assert result.credit == "step" and "scored step by step" in caplog.text
+        with pytest.raises(ConfigurationError, match="by all the steps after it"):
+            replay(source, ["late"], folder / "refused", replace(look, credit="whole"), steps=steps)
+    first = replay(source, ["late"], folder / "first", Look("exact", method="first"))  # who names a method plays its game
+    assert first.credit == "step" and inrun.Ledger.open(folder / "first").about["method"] == "first"
+    part = replay(source, ["late"], folder / "part", steps=choose_steps(source, Look("exact"), limit=15))
+    assert part.credit == "whole" and {s for s, _, _ in credits(folder / "part", "late")} == set(range(15))
+    lines = study(source, ["code"], ["exact", "before"], 12)
+    assert [c.mode for c in lines][:2] == ["exact", "before"] and lines[0].spearman > 0.9
+
+
+def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
+    live = whole(folder, "both", validation={"late": {"paths": [str(folder / "late.jsonl")], "rows": 2}})
+    source = open_source(whole(folder, scoring={"method": "first"}), late(folder))
+    assert source.credit == "step"
+    result = replay(source, ["late"], folder / "out", Look("exact", credit="whole"), check=["code"])
+    assert result.credit == "whole" and result.check[0].steps == 0  # there is no live credit to hold it against
+    a, b = (np.array([x[2] for x in credits(f, "late")]) for f in (folder / "out", live))
+    assert np.allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max())
+
+
+def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, monkeypatch):
+    source = open_source(whole(folder), late(folder))
+    put = Stage._put_moments
+
+    def other(self, *arguments):
+        put(self, *arguments)
+        for state in self.optimizer.state.values():
+            state["exp_avg"].mul_(3)
+
+    monkeypatch.setattr(Stage, "_put_moments", other)
+    with pytest.raises(TrainingError, match="--credit step"):
+        replay(source, ["late"], folder / "out")
+    assert not (folder / "out").exists()
+
+
+def test_skipped_steps_do_not_break_windows(folder):
+    """A step whose validation loss was not finite moved the weights, and is in the optimizer's memory."""
+    source = open_source(whole(folder), late(folder))
+    gap = replace(source, steps=[s for s in source.steps if s.step not in (3, 4, 5, 6)])
+    result = replay(gap, ["late"], folder / "out", check=["code"])
+    assert result.credit == "whole" and result.scored == 20 and result.check[0].spearman > 0.999
+
+
+def test_the_command_says_which_credit(folder, monkeypatch, capsys):
+    run, new = whole(folder), folder / "late.jsonl"
+    code, out, err = command(monkeypatch, capsys, run, "-v", new, "--quiet")
+    assert code == 0 and "(whole credit)" in out and "Spearman 1.0000" in out, err
+    code, out, err = command(monkeypatch, capsys, run, "-v", f"other={new}", "--credit", "step", "--quiet")
+    assert code == 0 and "(credit step)" in out, err
+    code, _, err = command(monkeypatch, capsys, run, "-v", f"third={new}", "--credit", "whole", "--every", "2")
+    assert code == 2 and "by all the steps after it" in err
+    code, _, err = command(monkeypatch, capsys, run, "-v", f"third={new}", "--credit", "half")
+    assert code == 2 and "whole" in err

@@ -88,7 +88,7 @@ def training_ids(config) -> np.ndarray:
     return prepare(config, tokenizer_of(config, Path(config.run))).chunks.ids
 
 
-@pytest.mark.parametrize("method", ["first", "midpoint"])
+@pytest.mark.parametrize("method", [None, "first", "midpoint"])
 def test_weights_are_the_same_with_and_without_scores(folder, method):
     scored = settings(folder, "scored", scoring={"method": method, "bitwise": True})
     plain = settings(folder, "plain", scoring={"enabled": False})
@@ -166,6 +166,7 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_unbroken(folder):
     a, b = (inrun.Ledger.open(folder / name) for name in ("broken", "unbroken"))
     assert a.contributions().num_rows == 200 * 4 * 3
     assert a.contributions().equals(b.contributions()) and a.accounts().equals(b.accounts()), what
+    assert a.credits().num_rows == 200 * 4 * 3 and a.credits().equals(b.credits()), what
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

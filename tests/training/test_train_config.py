@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inrun.engine.credit.choice import CREDITS
 from inrun.errors import ConfigurationError
 from inrun.methods import METHODS, UPDATES
 from inrun.training.config import TrainConfig, load_config, make_config
@@ -16,6 +17,15 @@ def test_the_papers_recipe_is_the_default():
     o = c.optimizer
     assert (o.lr, o.final_lr, o.warmup, o.betas, o.weight_decay, o.clip) == (6e-4, 6e-5, 2000, (0.9, 0.95), 0.1, 1.0)
     assert (c.batch.size, c.model.context) == (16, 1024)
+
+
+def test_whole_credit_is_the_default_and_a_named_method_the_step_game():
+    assert make_config(GIVEN).scoring.asks_whole
+    for given in ({"method": "midpoint"}, {"update": "auto"}, {"credit": "step"}):
+        assert not make_config({**GIVEN, "scoring": given}).scoring.asks_whole
+    assert make_config({**GIVEN, "scoring": {"credit": "whole", "method": "midpoint"}}).scoring.asks_whole
+    old = {"method": "first", "update": "auto", "refresh": 4}  # as resolved configurations were written before there was a choice
+    assert not make_config({**GIVEN, "scoring": old}).scoring.asks_whole
 
 
 def test_overrides_and_the_resolved_file(tmp_path):
@@ -45,6 +55,11 @@ def test_overrides_and_the_resolved_file(tmp_path):
         (["batch.accumulation=3"], ["batch.size 16", "accumulation 3"]),
         (["scoring.method=third"], ["scoring.method", "third", *METHODS]),
         (["scoring.update=third"], ["scoring.update", "third", *UPDATES]),
+        (["scoring.credit=half"], ["scoring.credit", "half", *CREDITS]),
+        (["scoring.credit=null"], ["scoring.credit", "None", "str"]),
+        (["scoring.credit_memory=disk"], ["scoring.credit_memory is 'disk'", "'exact' or 'sketch'"]),
+        (["scoring.sketch=8"], ["scoring.sketch is 8", "at least 64, or null"]),
+        (["scoring.refresh=4"], ["scoring.refresh is 4", "whole credit", "scoring.method=first"]),
         (["later.dtype=bfloat16"], ["later.dtype is 'bfloat16'", "'float32'"]),
         (["tokenizer.kind=words"], ["tokenizer.kind is 'words'", "'bytes' or 'folder'"]),
         (["optimizer.lr=.inf"], ["optimizer.lr is inf", "finite"]),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from inrun.bench.shape import Shape
 from inrun.engine import Accountant
+from inrun.engine.credit.choice import CREDITS
 from inrun.layers.layout import scratch_bytes
 from inrun.methods import METHODS
 from inrun.training.loss import next_token_loss
@@ -57,14 +58,18 @@ def plain(rows: Callable[[Shape], int]) -> Callable[[Shape], tuple[Callable[[int
     return make
 
 
-def scored(method: str, update: str, form: str) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+def scored(
+    method: str | None, update: str | None, form: str, credit: str = "step"
+) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
     """Train with an accountant."""
 
     def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
         model = shape.build()
         optimizer = shape.make_optimizer(model)
         validation = shape.rows(shape.validation_rows, -1)
-        accountant = Accountant(model, optimizer, lambda m: next_token_loss(m, validation), method=method, update=update, form=form)
+        accountant = Accountant(
+            model, optimizer, lambda m: next_token_loss(m, validation), method=method, update=update, form=form, credit=credit
+        )
 
         def step(number: int) -> None:
             rows = shape.rows(shape.batch, number)
@@ -144,6 +149,7 @@ def entries(shape: Shape) -> list[Entry]:
         Entry("plain", plain(lambda s: s.batch)),
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
         *_ours(shape),
+        *(Entry(f"{credit} credit", scored(None, None, "auto", credit)) for credit in CREDITS if credit not in ("auto", "step")),
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -16,9 +16,14 @@ class Registered(click.ParamType[str]):
 
     name = "choice"
 
-    def __init__(self, registry: Mapping[str, Any]) -> None:
-        """Keep the registry itself, not its names."""
-        self.registry = registry
+    def __init__(self, registry: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Keep the registry itself, not its names; or what imports it, where that takes time."""
+        self._registry = registry
+
+    @property
+    def registry(self) -> Mapping[str, Any]:
+        """Return the registry."""
+        return self._registry() if callable(self._registry) else self._registry
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """Return the names for the help."""

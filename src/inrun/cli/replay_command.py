@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ from inrun.cli.options import JSON, RUN, Registered
 from inrun.errors import ConfigurationError
 from inrun.methods import METHODS, UPDATES
 from inrun.replay import MODES
+
+
+def _credits() -> Mapping[str, Any]:
+    from inrun.engine.credit.choice import CREDITS
+
+    return CREDITS
 
 
 @click.command(
@@ -40,6 +47,11 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
     help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
 )
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
+@click.option(
+    "--credit",
+    type=Registered(_credits),
+    help="Pay uses by all later steps, or by their own (default: the run's; whole needs every step, exactly).",
+)
 @click.option("--method", type=Registered(METHODS), help="Default: the run's.")
 @click.option("--update", type=Registered(UPDATES), help="Default: the run's.")
 @click.option(
@@ -86,7 +98,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     with reading_bar(quiet) as reading:
         source = open_source(run, new, paths=options["data"], reading=reading)
     _set_threads(options["threads"], source)
-    look = Look(mode, options["method"], options["update"], options["refresh"])
+    look = Look(mode, options["method"], options["update"], options["refresh"], options["credit"])
     sets = _check_sets(source, options["check_set"], options["check"] or not new, everything=not new)
     with progress(quiet, patience=10.0) as tell:
         if not new:

@@ -15,7 +15,7 @@ import click
 from inrun.cli.options import JSON
 
 #: Steps of the demo.
-DEMO_STEPS = 480
+DEMO_STEPS = 280
 
 
 @click.command(
@@ -24,6 +24,7 @@ Examples:
   inrun train config.yaml
   inrun train config.yaml optimizer.lr=3e-4 run=runs/low-lr
   inrun train data.paths=[corpus.jsonl.gz] validation.math.where.domain=math steps=2000 model.width=256
+  inrun train config.yaml scoring.method=first     scores samples by what they did in their own step
   inrun train config.yaml --resume            goes on from the newest checkpoint, bit for bit
   inrun train config.yaml --dry-run           prints the resolved configuration
 """
@@ -38,6 +39,9 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
 
     CONFIG.yaml holds sections data, tokenizer, model, optimizer, batch, validation, scoring, checkpoints, logging; what it does
     not say is the paper's recipe. NAME=VALUE overrides single options, with dots for sections.
+
+    Samples are scored by whole credit: every push that moves the weights, now or later through momentum, belongs to a sample, and
+    the samples' credits add up to what the model learned. scoring.credit=step, or a scoring.method, counts its own step alone.
     """
     from inrun.training.config import load_config
 

@@ -265,8 +265,11 @@ class Accountant:
         ``pending`` the number of uses whose window is open.
         """
         scores: Any = self._readable("scores")
-        credit = self._run.credit
-        return scores() if credit is None else scores(open_credits=credit.so_far())
+        return scores() if self._run.credit is None else scores(open_credits=self.open_credits())
+
+    def open_credits(self) -> list[SettledCredits]:
+        """Return the credit so far of uses whose window is open, as if they were settled now; none in the step game."""
+        return [] if self._run.credit is None else self._run.credit.so_far()
 
     def summary(self) -> Summary:
         """Return the books of the run so far: data, momentum, decay, residual, the worst steps, and what they mean.
@@ -344,11 +347,16 @@ class Accountant:
                 raise ConfigurationError(f"the saved run used {key}={state[key]!r}, this accountant has {mine!r}")
         self._run.load_state_dict(state)
 
-    def close(self) -> None:
-        """Detach from model and optimizers. Scores stay readable."""
+    def close(self, settle: bool = True) -> None:
+        """Detach from model and optimizers. Scores stay readable.
+
+        Under whole credit, uses whose window is open are settled; ``settle=False`` leaves that to a run that goes on from a saved
+        state.
+        """
         if not self._detach.alive:
             return
-        self._settle_rest()
+        if settle:
+            self._settle_rest()
         if self._owns_ledger and isinstance(self.ledger, Ledger):
             self.ledger.close()
         self._detach()

@@ -43,6 +43,8 @@ class StepResult:
     expected_bytes: int
     #: Entries that scored 0 because the optimizer had no history of them (counted in early and audited steps).
     zero_gains: int
+    #: Under whole credit: what was settled with this step, of uses of earlier steps.
+    settled: tuple[SettledCredits, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class FinishedStep:
             kept_bytes=self.kept_bytes,
             expected_bytes=self.expected_bytes,
             zero_gains=self.zero_gains,
+            settled=self.settled,
         )
 
     def record(self) -> StepRecord:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from inrun.ledger import StepRecord
 from inrun.ledger.labels import set_of
+from inrun.ledger.record import SettledCredits
 from inrun.replay.source import RecordedStep, Source
 from inrun.statistics import pearson, spearman
 
@@ -53,15 +54,20 @@ def compare(
     spacing: float,
     states: int,
     seconds: float,
+    credits: Mapping[int, SettledCredits] | None = None,
 ) -> Closeness:
-    """Hold the records of a replay against the live contributions of the same steps."""
-    both = [(s, records[s.step]) for s in steps if s.step in records and records[s.step].contributions]
+    """Hold a replay against what was scored live, use by use: contributions, or ``credits`` by the step of use."""
+    if credits is None:
+        both = [(s.ids, s.live, records[s.step].contributions) for s in steps if s.step in records]
+    else:
+        both = [(s.ids, s.credits, credits[s.step].credits) for s in steps if s.step in credits and s.credits]
+    both = [(ids, before, now) for ids, before, now in both if now]
     if not both:
         nothing = math.nan
         return Closeness(name, mode, spacing, states, 0, 0, nothing, nothing, nothing, nothing, nothing, seconds)
-    ids = np.concatenate([s.ids for s, _ in both])
-    live = np.concatenate([_set_of(name, s.live) for s, _ in both])
-    again = np.concatenate([_set_of(name, r.contributions) for _, r in both])
+    ids = np.concatenate([some for some, _, _ in both])
+    live = np.concatenate([_set_of(name, before) for _, before, _ in both])
+    again = np.concatenate([_set_of(name, now) for _, _, now in both])
     samples, place = np.unique(ids, return_inverse=True)
     a, b = _sums(place, again), _sums(place, live)
     codes = source.data.chunks.codes("domain", samples)
@@ -84,7 +90,7 @@ def compare(
 
 
 def _set_of(name: str, columns: Any) -> Vector:
-    """Return the contributions to a set: of one in folds their mean."""
+    """Return what samples did to a set: to one in folds the mean."""
     return np.mean([np.asarray(v, np.float64) for label, v in columns.items() if set_of(label) == name], axis=0)
 
 

@@ -3,23 +3,28 @@
 Exactly: training goes on from the last checkpoint before a step, with its batches, learning rates and random numbers. This is the
 run itself, to rounding. It is put onto every checkpoint that it comes by.
 
+Under whole credit a use is paid by the steps after it, too. That needs them all in their order, from the beginning, where nothing
+is remembered yet: an exact replay without gaps. Wherever steps are looked at one by one the step game is played, and said so.
+
 Pinned: a recorded batch is run at a state that was saved (see ``viewpoints``), with the learning rate and the clip factor that
 its step had, and nothing of it stays. Steps do not depend on each other, and can share a validation gradient.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 
 from inrun.engine import Accountant
-from inrun.errors import ConfigurationError
+from inrun.errors import ConfigurationError, CreditError, TrainingError
 from inrun.ledger import StepRecord
+from inrun.ledger.record import SettledCredits
 from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
 from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of
@@ -27,9 +32,11 @@ from inrun.training.loop import Training, lr_at, validation_loss
 from inrun.training.order import Ids
 from inrun.training.prepare import Held
 
+log = logging.getLogger("inrun")
 #: Called with steps done and steps in all.
 Tell = Callable[[int, int], None]
 Write = Callable[[StepRecord], None]
+Settle = Callable[[Sequence[SettledCredits]], None]
 
 
 @dataclass(frozen=True)
@@ -42,18 +49,49 @@ class Look:
     update: str | None = None
     #: Steps that share one validation gradient, as far as they are looked at from one viewpoint.
     refresh: int | None = None
+    #: One of :data:`inrun.engine.credit.choice.CREDITS`.
+    credit: str | None = None
 
-    def accountant_options(self, source: Source) -> dict[str, Any]:
+    def game(self, source: Source, steps: Sequence[RecordedStep]) -> str:
+        """Return "whole" or "step": by which credit these steps are scored.
+
+        Raises:
+            ConfigurationError: Whole credit was asked for where steps are looked at one by one.
+        """
+        asked = self.credit if self.credit in ("whole", "step") else None
+        if asked == "step" or (asked is None and (source.credit == "step" or self.method or self.update or self.refresh)):
+            return "step"
+        gaps = not steps or [r.step for r in steps] != [r.step for r in source.steps[: len(steps)]]
+        if self.mode == "exact" and not gaps:
+            return "whole"
+        why = "only some steps are taken again" if self.mode == "exact" else f"steps are looked at one by one (from {self.mode})"
+        if asked == "whole":
+            raise ConfigurationError(
+                f"whole credit pays a use by all the steps after it, and here {why}; replay every step exactly, or take "
+                "credit='step'"
+            )
+        log.warning(
+            "inrun: %s was scored by whole credit, which pays a use by all the steps after it. Here %s, so they are scored step by "
+            'step (credit="step", method="midpoint"): what a use did in its own step',
+            source.run,
+            why,
+        )
+        return "step"
+
+    def accountant_options(self, source: Source, game: str) -> dict[str, Any]:
         """Return what the accountant is told, with the run's own choices where there is no other."""
         s = source.config.scoring
         own = self.method in (None, s.method)
+        shared = {"credit": game, "deferred_memory": s.deferred_memory, "bitwise": s.bitwise}
+        if game == "whole":
+            kept = {"credit_memory": s.credit_memory, "sketch": s.sketch, "quadrature": s.quadrature if s.asks_whole else None}
+            return {**shared, **kept, "method": self.method, "update": self.update, "refresh": self.refresh or 1}
         return {
-            "method": self.method or s.method,
-            "update": self.update or (s.update if own else "auto"),
+            **shared,
+            "method": self.method or s.method or "midpoint",
+            "update": self.update or (s.update if own else None) or "auto",
             "refresh": self.refresh or (s.refresh if own else 1),
             "quadrature": s.quadrature if own else None,
-            "deferred_memory": s.deferred_memory,
-            "bitwise": s.bitwise,
         }
 
 
@@ -67,16 +105,23 @@ class Passed:
 
 
 class _Relay:
-    """Hands records on; the accountant needs no more of a ledger."""
+    """Hands on records of the steps that are wanted, and their settled credits; the accountant needs no more of a ledger."""
 
     def __init__(self) -> None:
         self._to: Write = lambda record: None
+        self._settle: Settle = lambda settled: None
+        self._wanted: Container[int] = ()
 
-    def send_to(self, write: Write) -> None:
-        self._to = write
+    def send_to(self, write: Write, settle: Settle, wanted: Container[int]) -> None:
+        self._to, self._settle, self._wanted = write, settle, wanted
 
     def write(self, record: StepRecord) -> None:
-        self._to(record)
+        if record.step in self._wanted:
+            self._to(replace(record, settled=()))
+        self.settle(record.settled)
+
+    def settle(self, settled: Sequence[SettledCredits]) -> None:
+        self._settle([s for s in settled if s.step in self._wanted])
 
 
 @dataclass(frozen=True)
@@ -96,9 +141,10 @@ class Replayer:
         source: The run.
         sets: Names of the validation sets to score.
         look: How.
+        steps: Those that will be replayed; all by default.
     """
 
-    def __init__(self, source: Source, sets: Sequence[str], look: Look) -> None:
+    def __init__(self, source: Source, sets: Sequence[str], look: Look, steps: Sequence[RecordedStep] | None = None) -> None:
         """Make the model; :meth:`close` lets go of it."""
         if look.mode not in MODES:
             raise ConfigurationError(f"a step cannot be looked at from {look.mode!r}; accepted are {', '.join(MODES)}")
@@ -107,9 +153,10 @@ class Replayer:
             what = f"no validation set {unknown[0]!r}" if unknown else "no validation set to score"
             raise ConfigurationError(f"there is {what}; {source.run} knows {', '.join(source.data.validation) or 'none'}")
         self.source, self.look, self.sets = source, look, list(sets)
+        game = look.game(source, source.steps if steps is None else steps)
         plain = msgspec.structs.replace(source.config, scoring=msgspec.structs.replace(source.config.scoring, enabled=False))
         self.training = Training(plain, source.data)
-        options = look.accountant_options(source)
+        options = look.accountant_options(source, game)
         self.relay = _Relay()
         losses = {}
         for name in sets:
@@ -122,9 +169,9 @@ class Replayer:
         shelf = Shelf(source.config, source.data.tokenizer.vocab_size, self.training.model)
         self.stage = Stage(self.training.model, self.training.optimizer, shelf)
 
-    def close(self) -> None:
-        """Let go of the model."""
-        self.accountant.close()
+    def close(self, settle: bool = False) -> None:
+        """Let go of the model; ``settle`` what is still being paid, as the end of a run does."""
+        self.accountant.close(settle=settle)
 
     def pinned(
         self,
@@ -135,7 +182,7 @@ class Replayer:
         tell: Tell = lambda done, total: None,
     ) -> None:
         """Score recorded steps, each from its own viewpoint, in their order."""
-        self.relay.send_to(write)
+        self.relay.send_to(write, lambda settled: None, {r.step for r in steps})
         at, last = [a.step for a in anchors], None
         with torch.random.fork_rng():
             for done, recorded in enumerate(steps, 1):
@@ -149,14 +196,20 @@ class Replayer:
                 tell(done, len(steps))
 
     def exact(
-        self, wanted: Sequence[int], anchors: Sequence[Anchor], write: Write, tell: Tell = lambda done, total: None
+        self,
+        wanted: Sequence[int],
+        anchors: Sequence[Anchor],
+        write: Write,
+        tell: Tell = lambda done, total: None,
+        settle: Settle = lambda settled: None,
     ) -> list[Passed]:
         """Train again and score the steps that are wanted, beginning at the last checkpoint before them, again and again.
 
         Returns:
             How far off the weights were where training came by a checkpoint; it then went on from the checkpoint itself.
         """
-        self.relay.send_to(write)
+        self.relay.send_to(write, settle, set(wanted))
+        whole = self.accountant.credit == "whole"
         recorded, at = {r.step: r for r in self.source.steps}, [a.step for a in anchors]
         passed: list[Passed] = []
         position = -1
@@ -164,7 +217,8 @@ class Replayer:
         with torch.random.fork_rng():
             for done, step in enumerate(sorted(wanted), 1):
                 anchor = anchors[viewpoint_of(step, at, "before").first]
-                jumps = anchor.step > position
+                # Under whole credit no step is left out, or what the optimizer remembers would be nobody's.
+                jumps = anchor.step > position and (position < 0 or not whole)
                 if jumps:
                     position = anchor.step
                     self._go_on_from(anchor)
@@ -173,7 +227,7 @@ class Replayer:
                         here = anchors[at.index(position)]
                         passed.append(Passed(position, self.stage.furthest(here)))
                         self._go_on_from(here)
-                    self._step_exactly(position, recorded.get(position), scored=position == step, fresh=jumps)
+                    self._step_exactly(position, recorded.get(position), scored=whole or position == step, fresh=jumps)
                     jumps, position = False, position + 1
                     if position > step:
                         break
@@ -206,8 +260,14 @@ class Replayer:
 
     def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
         self.training.set_lr(lr)  # before the step opens: lookahead moves by it
-        with self.accountant.step() as observe:
-            self._train(ids, clip, observe)
+        try:
+            with self.accountant.step() as observe:
+                self._train(ids, clip, observe)
+        except CreditError as error:
+            raise TrainingError(
+                "training again came to another state of the optimizer than the run's checkpoint has, as with other software or "
+                f"hardware, and credits cannot go on over it; replay step by step with --credit step. ({error})"
+            ) from error
 
     def _train(self, ids: Ids, clip: float | None, observe: Any) -> None:
         """Take a step as training does; with a clip factor that is known, instead of one that is measured here."""

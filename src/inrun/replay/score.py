@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from inrun.errors import ConfigurationError, TrainingError
 from inrun.files import Files, put_folder
 from inrun.ledger import Ledger, StepRecord
 from inrun.ledger.labels import set_of
+from inrun.ledger.record import SettledCredits
 from inrun.replay.compare import Closeness, compare
 from inrun.replay.replayer import Look, Passed, Replayer, Tell
 from inrun.replay.source import RecordedStep, Source
@@ -28,6 +29,8 @@ class Replayed:
 
     out: str
     mode: str
+    #: "whole" or "step": by which credit.
+    credit: str
     validation: list[str]
     #: Steps in the run's books, and those of them that were replayed and scored.
     recorded: int
@@ -96,7 +99,7 @@ def replay(
     if final.exists():
         raise ConfigurationError(f"{final} exists already; choose another folder with --out, or move it away")
     began = time.perf_counter()
-    replayer = Replayer(source, [*sets, *check], look)
+    replayer = Replayer(source, [*sets, *check], look, steps)
     aside = final.with_name(f".{final.name}.part")
     shutil.rmtree(aside, ignore_errors=True)  # of a replay that was killed
     try:
@@ -105,6 +108,7 @@ def replay(
             source.data.register(ledger)
             scribe = _Scribe(ledger, list(sets), bool(check))
             passed = _run(replayer, steps, anchors_of(source.checkpoints), scribe, tell)
+            replayer.close(settle=True)
             _check_scored(scribe, steps)
         put_folder(Files(), aside, final)
     except OSError as error:
@@ -116,9 +120,13 @@ def replay(
     at = [a.step for a in anchors_of(source.checkpoints)]
     far = 0 if look.mode == "exact" else max(_distance(r.step, at, look.mode) for r in steps)
     spacing = float(np.median(np.diff(at))) if len(at) > 1 else float("nan")
-    held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds) for n in check]
+    credit = replayer.accountant.credit
+    credits = scribe.settled if credit == "whole" else None
+    held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds, credits) for n in check]
     scored = len(steps) - len(scribe.skipped)
-    return Replayed(str(final), look.mode, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds)
+    return Replayed(
+        str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds
+    )
 
 
 class _Scribe:
@@ -127,22 +135,31 @@ class _Scribe:
     def __init__(self, ledger: Ledger, sets: list[str], keep: bool) -> None:
         self.ledger, self.sets, self.keep = ledger, sets, keep
         self.kept: dict[int, StepRecord] = {}
+        self.settled: dict[int, SettledCredits] = {}
         self.skipped: dict[int, str] = {}
 
     def __call__(self, record: StepRecord) -> None:
         accounts = [row for row in record.accounts if set_of(row["validation"]) in self.sets]
-        values = {label: x for label, x in record.contributions.items() if set_of(label) in self.sets}
-        self.ledger.write(StepRecord(record.step, record.sample_ids, values, accounts))
+        self.ledger.write(StepRecord(record.step, record.sample_ids, self._mine(record.contributions), accounts))
         if self.keep:
             self.kept[record.step] = record
         reason = accounts[0]["skipped"] if accounts else None
         if reason is not None:
             self.skipped[record.step] = reason
 
+    def settle(self, settled: Sequence[SettledCredits]) -> None:
+        """Credits that were settled."""
+        self.ledger.settle([replace(s, credits=self._mine(s.credits), errors=self._mine(s.errors)) for s in settled])
+        if self.keep:
+            self.settled |= {s.step: s for s in settled}
+
+    def _mine(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {label: x for label, x in columns.items() if set_of(label) in self.sets}
+
 
 def _run(replayer: Replayer, steps: Sequence[RecordedStep], anchors: list[Anchor], scribe: _Scribe, tell: Tell) -> list[Passed]:
     if replayer.look.mode == "exact":
-        return replayer.exact([r.step for r in steps], anchors, scribe, tell)
+        return replayer.exact([r.step for r in steps], anchors, scribe, tell, scribe.settle)
     replayer.pinned(steps, anchors, replayer.look.mode, scribe, tell)
     return []
 
@@ -162,10 +179,10 @@ def _distance(step: int, at: Sequence[int], mode: str) -> int:
 def _about(source: Source, sets: Sequence[str], look: Look, replayer: Replayer, steps: Sequence[RecordedStep]) -> dict[str, Any]:
     """Return what ``run.json`` says: that these books are a replay, and of what."""
     model = replayer.training.model
+    told = replayer.accountant.about()
     shape, size = describe_model(model), sum(p.numel() for p in model.parameters())
     return {
-        "method": replayer.accountant.method,
-        "update": replayer.accountant.update,
+        **{key: told[key] for key in ("method", "update", "credit", "credit_memory", "sketch") if key in told},
         "validation": list(sets),
         "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",
         "optimizers": ["AdamW"],

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from inrun.corpus.build import Tell
 from inrun.errors import ConfigurationError, TrainingError
-from inrun.ledger import Ledger, Skip
+from inrun.ledger import Ledger, Skip, credit_of
 from inrun.ledger.labels import set_of
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, ValidationSet, load_config, make_config
@@ -41,6 +41,8 @@ class RecordedStep:
     updates: int
     #: Contributions of the sets that were scored live, by label (a set, or one of its folds), ``[n]`` each.
     live: dict[str, Floats] = field(default_factory=dict)
+    #: Under whole credit: the settled credits of its uses, in the same way; empty while its window is open.
+    credits: dict[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Source:
     steps: list[RecordedStep]
     #: Steps that were not scored, with the reason.
     skipped: dict[int, str]
+    #: "whole" or "step": which credit the run itself was scored by; without books, the one its configuration asks for.
+    credit: str = "step"
 
     @property
     def live_sets(self) -> list[str]:
@@ -101,17 +105,18 @@ def open_source(
         )
     if Ledger.exists(folder):
         reader = Ledger.open(folder)
-        steps, skipped = _recorded(reader.contributions(), reader.accounts())
-        run_id = str(reader.about.get("run_id"))
+        steps, skipped = _recorded(reader.contributions(), reader.accounts(), reader.credits())
+        run_id, credit = str(reader.about.get("run_id")), str(credit_of(reader.about))
     else:
         log.warning(
             "inrun: %s was trained without scores: its batches follow from its seed, and no live score can be checked", folder
         )
         steps, skipped, run_id = _by_seed(config, data, checkpoints[-1].step), {}, None
+        credit = "whole" if config.scoring.asks_whole else "step"
     if not steps:
         why = f"all {len(skipped)} were skipped, such as {next(iter(skipped.items()))}" if skipped else "wait until it has some"
         raise TrainingError(f"{folder} has no scored step in its books, and there is nothing to replay: {why}")
-    return Source(folder, run_id, config, data, checkpoints, steps, skipped)
+    return Source(folder, run_id, config, data, checkpoints, steps, skipped, credit)
 
 
 def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]) -> TrainConfig:
@@ -132,14 +137,13 @@ def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]
     return make_config(given)
 
 
-def _recorded(contributions: pa.Table, accounts: pa.Table) -> tuple[list[RecordedStep], dict[int, str]]:
+def _recorded(contributions: pa.Table, accounts: pa.Table, credits: pa.Table) -> tuple[list[RecordedStep], dict[int, str]]:
     """Put together what the books say, step by step."""
     first = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min")]).sort_by("step").to_pylist()
     skipped = {a["step"]: a["skipped_min"] for a in first if a["skipped_min"] is not None}
     # A step that the optimizer left out moved nothing, and it did not count it.
     held = np.array(sorted(step for step, reason in skipped.items() if _held(reason)), np.int64)
-    labels = pc.unique(contributions["validation"]).to_pylist()
-    columns = {label: _by_step(contributions.filter(pc.equal(contributions["validation"], label))) for label in labels}
+    columns, settled = _by_label(contributions, "contribution"), _by_label(credits, "credit")
     steps = []
     for account in first:
         step = account["step"]
@@ -148,7 +152,8 @@ def _recorded(contributions: pa.Table, accounts: pa.Table) -> tuple[list[Recorde
             live = {label: values for label, (_, values) in parts.items()}
             ids = next(iter(parts.values()))[0]
             updates = step - int(np.searchsorted(held, step))
-            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live))
+            paid = {label: by_step[step][1] for label, by_step in settled.items() if step in by_step}
+            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live, paid))
     return steps, skipped
 
 
@@ -157,13 +162,18 @@ def _held(reason: str) -> bool:
     return skip is not None and not skip.stepped
 
 
-def _by_step(rows: pa.Table) -> dict[int, tuple[Ids, Floats]]:
+def _by_label(rows: pa.Table, value: str) -> dict[str, dict[int, tuple[Ids, Floats]]]:
+    labels = pc.unique(rows["validation"]).to_pylist()
+    return {label: _by_step(rows.filter(pc.equal(rows["validation"], label)), value) for label in labels}
+
+
+def _by_step(rows: pa.Table, value: str) -> dict[int, tuple[Ids, Floats]]:
     """Split the rows of one label by step; within a step they stay in the order written, which is that of the batch."""
     steps = rows["step"].to_numpy()
     order = np.argsort(steps, kind="stable")
     numbers, starts = np.unique(steps[order], return_index=True)
     ids = np.split(rows["sample_id"].to_numpy()[order], starts[1:])
-    values = np.split(rows["contribution"].to_numpy()[order], starts[1:])
+    values = np.split(rows[value].to_numpy()[order], starts[1:])
     return {int(n): (i, v) for n, i, v in zip(numbers, ids, values, strict=True)} if len(numbers) else {}
 
 

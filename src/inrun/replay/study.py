@@ -70,14 +70,15 @@ def study(
         sets: Validation sets that were scored live; every step takes the same rows as it did then.
         modes: From where steps are looked at. "exact" is done once: fewer checkpoints would only make it longer.
         count: About how many steps to compare; live scores are added up over the same ones.
-        look: Method and update; those of the run by default.
+        look: Method and update; those of the run by default. Steps are looked at one by one, so the step game is played: beside a
+            run that was scored by whole credit, live figures are what uses did in their own steps.
         tell: Called after every step.
     """
     unknown = [name for name in sets if name not in source.live_sets]
     if unknown or not sets:
         live = ", ".join(source.live_sets) or "none"
         raise ConfigurationError(f"{source.run} did not score a validation set {unknown[0] if sets else ''!r} live; it has {live}")
-    replayer = Replayer(source, sets, look or Look())
+    replayer = Replayer(source, sets, look or Look(), source.steps[1:])  # whatever the mode, only some steps are looked at
     found: list[Closeness] = []
     try:
         for some in thinnings(anchors_of(source.checkpoints)):

@@ -2,8 +2,9 @@
 
 ::
 
-    checkpoints/step-00000200/model.safetensors, optimizer.safetensors, random.safetensors, state.json
+    checkpoints/step-00000200/model.safetensors, optimizer.safetensors, random.safetensors, credit.safetensors, state.json
 
+``credit.safetensors`` is there under whole credit alone: the windows that are open, without which samples' later pay would be lost.
 A checkpoint is written aside, synced and renamed, so that it is whole or absent; ``state.json`` has the digests of the others.
 """
 
@@ -32,6 +33,7 @@ log = logging.getLogger("inrun")
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors")
+CREDIT = "credit.safetensors"
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,39 @@ class Checkpoint:
             if name.startswith("cuda") and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state, int(name[4:]))
 
+    def accountant_state(self) -> dict[str, Any]:
+        """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any."""
+        state = dict(self.state["accountant"])
+        windows = state.pop("credit", None)
+        if windows is None or CREDIT not in self.state["files"]:
+            return state
+        # Copies, where torch puts its own tensors: products of tensors that lie in the file itself are rounded in another way.
+        tensors = {name: x.clone() for name, x in load_file(str(self.folder / CREDIT)).items()}
+        return {**state, "credit": {**windows, "tensors": tensors}}
+
 
 def _like(value: Any, now: Any) -> Any:
     return tuple(value) if isinstance(now, tuple) else value
 
 
-def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, more: dict[str, Any]) -> Path:
-    """Write the state before step ``step``; ``more`` is plain data that :class:`Checkpoint` gives back in ``state``."""
+def save_checkpoint(
+    run: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: dict[str, Any],
+    accountant: dict[str, Any] | None = None,
+) -> Path:
+    """Write the state before step ``step``.
+
+    Args:
+        run: Folder of the run.
+        step: The next step.
+        model: Its weights are saved.
+        optimizer: Its state and options are saved.
+        more: Plain data that :class:`Checkpoint` gives back in ``state``.
+        accountant: What an accountant's ``state_dict()`` returned; None without scores.
+    """
     home = run / "checkpoints"
     home.mkdir(parents=True, exist_ok=True)
     aside, final = home / f".step-{step:08d}.part", home / f"step-{step:08d}"
@@ -94,8 +122,11 @@ def save_checkpoint(run: Path, step: int, model: nn.Module, optimizer: torch.opt
         tensors, saved = _split_optimizer(optimizer)
         save_file(tensors, str(aside / "optimizer.safetensors"))
         save_file(_random_states(), str(aside / "random.safetensors"))
-        digests = {name: _digest(aside / name) for name in _FILES}
-        state = {"version": VERSION, "step": step, "files": digests, "tied": tied, "optimizer": saved, **more}
+        books, windows = _split_accountant(accountant)
+        if windows is not None:
+            save_file(windows, str(aside / CREDIT))
+        digests = {name: _digest(aside / name) for name in (*_FILES, *([] if windows is None else [CREDIT]))}
+        state = {"version": VERSION, "step": step, "files": digests, "tied": tied, "optimizer": saved, "accountant": books, **more}
         (aside / "state.json").write_text(json.dumps(state, allow_nan=True), "utf-8")
         disk = Files()
         for file in aside.iterdir():
@@ -136,6 +167,21 @@ def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     return tensors, {"values": values, "groups": given["param_groups"]}
 
 
+def _split_accountant(state: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
+    """Return the plain data of an accountant's state, and the tensors of its open windows (None: it keeps none)."""
+    if state is None or state.get("credit") is None:
+        return state, None
+    tensors: dict[str, Tensor] = {}
+    owners: set[int] = set()
+    for name, tensor in state["credit"]["tensors"].items():
+        owner = tensor.untyped_storage().data_ptr()
+        # A tensor that is part of another's memory cannot be written as it is.
+        alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes and owner not in owners
+        tensors[name] = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+        owners.add(owner)
+    return {**state, "credit": {k: v for k, v in state["credit"].items() if k != "tensors"}}, tensors
+
+
 def _random_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -159,7 +205,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         version, step, digests = state["version"], int(state["step"]), state["files"]
         if version != VERSION:
             raise TrainingError(f"{folder} has version {version!r}; this inrun reads {VERSION}")
-        for name in _FILES:
+        for name in (*_FILES, *([CREDIT] if CREDIT in digests else [])):
             if _digest(folder / name) != digests[name]:
                 raise TrainingError(f"{folder / name} is damaged: its digest is not the one it was saved with")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -14,6 +14,7 @@ import yaml
 from msgspec import Meta
 from msgspec.inspect import DictType, FloatType, IntType, LiteralType, NoneType, StructType, TupleType, Type, UnionType, type_info
 
+from inrun.engine.credit.choice import CREDITS
 from inrun.errors import ConfigurationError
 from inrun.ledger.labels import is_name
 from inrun.methods import METHODS, UPDATES
@@ -120,14 +121,24 @@ class Scoring(Part, frozen=True):
     """How samples are scored; the names are those of :class:`inrun.Accountant`."""
 
     enabled: bool = True
-    method: str = "first"
-    update: str = "auto"
+    #: "auto" is whole credit, unless a method or update of the step game is named below.
+    credit: str = "auto"
+    #: What is kept of a sample until its window has passed, and (None: by the model's size) how many numbers of it.
+    credit_memory: Literal["sketch", "exact"] = "sketch"
+    sketch: Annotated[int, Meta(ge=64)] | None = None
+    method: str | None = None
+    update: str | None = None
     quadrature: str | None = None
     refresh: Count = 1
     bitwise: bool = False
     #: Steps between audits; None audits as often as costs under one per cent, which differs from run to run.
     audit_every: int | None = 50
     deferred_memory: int | str | None = None
+
+    @property
+    def asks_whole(self) -> bool:
+        """Whether samples are paid over all later steps, where the optimizer allows it (the AdamW of the recipe does)."""
+        return self.credit == "whole" or (self.credit == "auto" and self.method is None and self.update is None)
 
 
 class Checkpoints(Part, frozen=True):
@@ -301,9 +312,7 @@ def _accepted(kind: Type) -> str:
 
 def _check(c: TrainConfig) -> None:
     """Refuse what no type can say: values that do not go together, and names that a registry does not know."""
-    for name, value, known in (("scoring.method", c.scoring.method, METHODS), ("scoring.update", c.scoring.update, UPDATES)):
-        if value not in known:
-            raise ConfigurationError(f"{name} is {value!r}; accepted are {', '.join(known)}")
+    _check_scoring(c.scoring)
     if not c.data.paths:
         raise ConfigurationError("data.paths is empty: give the files or folders to train on, such as data.paths=[corpus.jsonl.gz]")
     if c.batch.size % c.batch.accumulation:
@@ -317,6 +326,19 @@ def _check(c: TrainConfig) -> None:
         )
     for name, v in c.validation.items():
         _check_validation(name, v)
+
+
+def _check_scoring(s: Scoring) -> None:
+    registries: tuple[tuple[str, Mapping[str, Any]], ...] = (("credit", CREDITS), ("method", METHODS), ("update", UPDATES))
+    for name, known in registries:
+        value = getattr(s, name)
+        if value not in known and not (value is None and name != "credit"):
+            raise ConfigurationError(f"scoring.{name} is {value!r}; accepted are {', '.join(known)}")
+    if s.asks_whole and s.refresh > 1:
+        raise ConfigurationError(
+            f"scoring.refresh is {s.refresh}, and whole credit takes validation gradients of its own at every step; name a method "
+            "of the step game that reuses them, such as scoring.method=first"
+        )
 
 
 def _check_validation(name: str, v: ValidationSet) -> None:

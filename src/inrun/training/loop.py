@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from inrun.engine import Accountant
 from inrun.engine.fold import folds
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
+from inrun.ledger.labels import set_of
+from inrun.ledger.record import SettledCredits
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses
@@ -78,6 +80,14 @@ def validation_loss(held: Held, device: str) -> Any:
     return lambda model, step: next_token_loss(model, held.rows(step, device))
 
 
+def mean_of_folds(credits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settled credits by validation set: of one in folds their mean."""
+    by_set: dict[str, list[Any]] = {}
+    for label, values in credits.items():
+        by_set.setdefault(set_of(label), []).append(values)
+    return {name: np.mean(parts, axis=0, dtype=np.float64) for name, parts in by_set.items()}
+
+
 class Training:
     """One run in memory.
 
@@ -110,6 +120,8 @@ class Training:
         if checkpoint is not None:
             checkpoint.load_random()  # last: making a model draws random numbers
         self.status = Status(self.step, config.steps)
+        #: Whether all steps are done and the last checkpoint is written.
+        self.finished = False
 
     def _domains(self) -> tuple[Any, list[str]]:
         """Return a function from sample ids to domain codes (the last code: none), and the names."""
@@ -126,6 +138,9 @@ class Training:
                 {name: validation_loss(held, self.device) for name, held in self.data.validation.items()},
                 method=s.method,
                 update=s.update,
+                credit=s.credit,
+                credit_memory=s.credit_memory,
+                sketch=s.sketch,
                 audit_every=s.audit_every,
                 ledger=self.run if ledger is None else ledger,
                 refresh=s.refresh,
@@ -144,9 +159,9 @@ class Training:
             if not books.has_samples:
                 self.data.register(books)
             if checkpoint is not None:
-                accountant.load_state_dict(checkpoint.state["accountant"])
+                accountant.load_state_dict(checkpoint.accountant_state())
         except BaseException:
-            accountant.close()
+            accountant.close(settle=False)
             books.close()
             raise
         return accountant
@@ -167,10 +182,13 @@ class Training:
         }
 
     def close(self) -> None:
-        """Flush the books and let go of the model."""
+        """Flush the books and let go of the model.
+
+        A run that has done all its steps settles what is open. One that stopped before does not: its windows are in the checkpoint.
+        """
         if self.accountant is not None:
             ledger = self.accountant.ledger
-            self.accountant.close()
+            self.accountant.close(settle=self.finished)
             assert isinstance(ledger, Ledger)
             ledger.close()
 
@@ -232,12 +250,30 @@ class Training:
     def _note_scores(self, ids: Ids) -> None:
         assert self.accountant is not None
         last = self.accountant.last
-        codes = self.codes(ids)
-        for name, values in last.contributions.items():
-            np.add.at(self.totals[name], codes, values.double().cpu().numpy())
+        if self.accountant.credit == "whole":
+            self._add_settled(self.totals, last.settled)
+        else:
+            self._add_up(self.totals, ids, {name: x.double().cpu().numpy() for name, x in last.contributions.items()})
         ratios = [abs(a.residual) / a.spread for a in last.accounts.values() if a and a.spread and a.residual is not None]
         if ratios:
             self.status.residual = max(ratios)
+
+    def _add_up(self, totals: dict[str, Any], ids: Ids, values: Mapping[str, Any]) -> None:
+        """Add scores of samples to totals of their domains."""
+        codes = self.codes(ids)
+        for name, x in values.items():
+            np.add.at(totals[name], codes, x)
+
+    def _add_settled(self, totals: dict[str, Any], settled: Sequence[SettledCredits]) -> None:
+        for s in settled:
+            self._add_up(totals, s.sample_ids, mean_of_folds(s.credits))
+
+    def _totals_so_far(self) -> dict[str, Any]:
+        """Return the totals of domains with the credit so far of uses that are still being paid."""
+        found = {name: values.copy() for name, values in self.totals.items()}
+        if self.accountant is not None:
+            self._add_settled(found, self.accountant.open_credits())
+        return found
 
     # Around steps
 
@@ -279,11 +315,11 @@ class Training:
             "validation_data": self.data.validation_fingerprints,
             "totals": {name: values.tolist() for name, values in self.totals.items()},
             "model": describe_model(self.model),
-            "accountant": None if self.accountant is None else self.accountant.state_dict(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
-        written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more)
+        books = None if self.accountant is None else self.accountant.state_dict()
+        written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more, books)
         prune(self.run, self.step, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
         return written
 
@@ -320,9 +356,10 @@ class Training:
         if self.step == c.steps:
             self.status.validation = self.evaluate()
             metrics.write({"step": c.steps, "validation": self.status.validation})
-        self.save()
+        self.save()  # with the windows that are open, so that a finished run can be made longer
+        self.finished = self.step == c.steps
         tell(self.status)
-        return Result(self.status, self.step == c.steps, self.skipped, time.perf_counter() - began)
+        return Result(self.status, self.finished, self.skipped, time.perf_counter() - began)
 
     def _row(self, evaluated: bool) -> dict[str, Any]:
         s = self.status
@@ -331,8 +368,8 @@ class Training:
             row["validation"] = s.validation
         if self.accountant is not None:
             row |= {"overhead": s.overhead, "residual": s.residual}
-            names = [*self.domains, "(none)"]
-            row["domains"] = {name: {names[i]: float(x) for i, x in enumerate(values) if x} for name, values in self.totals.items()}
+            names, totals = [*self.domains, "(none)"], self._totals_so_far()
+            row["domains"] = {name: {names[i]: float(x) for i, x in enumerate(values) if x} for name, values in totals.items()}
         return row
 
 

@@ -69,6 +69,7 @@ def _alone(run: Path) -> Iterator[None]:
 def _train(
     config: TrainConfig, run: Path, resume: bool, reading: Tell, tell: Callable[[Status], None], stop: Callable[[], bool]
 ) -> Result:
+    config = _as_begun(config, run) if resume else config
     checkpoint = _begin(config, run, resume)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -125,6 +126,21 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
         _clear(run)
     _write(saved, config)
     return checkpoint
+
+
+def _as_begun(config: TrainConfig, run: Path) -> TrainConfig:
+    """Keep the step game of a run that was begun with it, where the configuration names neither credit nor method."""
+    saved = run / "config.yaml"
+    if not saved.exists() or not _is_ours(run) or not config.scoring.asks_whole or config.scoring.credit != "auto":
+        return config
+    begun = load_config(saved).scoring
+    if begun.asks_whole:
+        return config
+    log.warning(
+        "inrun: %s was begun with scoring.method=%s, update=%s and is scored so to its end", run, begun.method, begun.update
+    )
+    kept = {name: getattr(begun, name) for name in ("credit", "method", "update")}
+    return msgspec.structs.replace(config, scoring=msgspec.structs.replace(config.scoring, **kept))
 
 
 def _write(saved: Path, config: TrainConfig) -> None:
