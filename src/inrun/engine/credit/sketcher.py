@@ -37,16 +37,21 @@ def _divisor(number: int, most: int) -> int:
     return next(d for d in range(max(1, min(most, number)), 0, -1) if number % d == 0)
 
 
-def _is_classes(s: Scored) -> bool:
-    """Whether a parameter is an output vocabulary, whose rare rows hold most of a sample's gradient."""
-    return any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
+def output_layers(scored: list[Scored]) -> set[Scored]:
+    """Return the parameters that are output vocabularies, whose rare rows hold most of a sample's gradient.
+
+    They are much higher than wide, or the last matrix of the model and higher than wide.
+    """
+    found = {s for s in scored if any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)}
+    matrices = [s for s in scored if s.parameter.dim() == 2 and not s.only_sparse]
+    return found | {s for s in matrices[-1:] if s.parameter.shape[0] > s.parameter.shape[1]}
 
 
-def plan_of(s: Scored, share: int, per_row: int) -> SketchPlan:
+def plan_of(s: Scored, share: int, per_row: int, is_output: bool) -> SketchPlan:
     """Choose segments for one parameter that may have about ``share`` numbers, or ``per_row`` where rows are kept apart."""
     p = s.parameter
     rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
-    if s.some_sparse or (_is_classes(s) and rows > 4 * HEAVY):
+    if s.some_sparse or (is_output and rows > 4 * HEAVY):
         segment = _divisor(columns, max(1, columns // per_row))
         return SketchPlan(rows, columns, segment, share, 0 if s.only_sparse else min(HEAVY, rows))
     if p.numel() <= share:
@@ -61,11 +66,12 @@ class Sketcher:
     def __init__(self, scored: list[Scored], size: int, seed: int, like: Sketcher | None = None) -> None:
         """Share ``size`` numbers among the parameters, ∝ √entries; the same seed gives the same signs, shared with ``like``."""
         self.scored, self.size, self.seed = scored, size, seed
-        parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if _is_classes(s) else 1.0) for s in scored if not s.only_sparse}
+        outputs = output_layers(scored)
+        parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if s in outputs else 1.0) for s in scored if not s.only_sparse}
         whole = sum(parts.values()) or 1.0
         per_row = PER_ROW if size >= SMALL else PER_ROW_SMALL
         shares = [max(LEAST, int(size * parts[s] / whole)) if s in parts else 256 for s in scored]
-        self.plans = [plan_of(s, share, per_row) for s, share in zip(scored, shares, strict=True)]
+        self.plans = [plan_of(s, share, per_row, s in outputs) for s, share in zip(scored, shares, strict=True)]
         self.sampled = [i for i, s in enumerate(scored) if not s.only_sparse]
         self.device = scored[0].parameter.device
         double = any(s.parameter.dtype == torch.float64 for s in scored)
