@@ -44,6 +44,10 @@ TOP = 0.03
 FIRST, FIRST_PART = 5, 0.02
 
 
+#: A step that holds this share of Σ|c| and so many times an even one is named however noisy the run is.
+LARGE_SHARE, LARGE_TIMES = 0.05, 5.0
+
+
 @dataclass(frozen=True)
 class Steps:
     """The steps of one validation set: numbers, whether each was scored, and figures with NaN where there is none."""
@@ -120,10 +124,12 @@ def outsized_steps(steps: Steps) -> list[OutsizedStep]:
     for i in np.flatnonzero(spread >= SMALL * np.median(spread)):
         around = places[max(i - reach, 0) : i + reach + 1]
         times = float(spread[i] / np.median(steps["spread"][around]))
-        if times >= factor:
+        share = spread[i].item() / total
+        large = share >= LARGE_SHARE and share * len(places) >= LARGE_TIMES and times >= LEAST_FACTOR
+        if times >= factor or large:
             place = int(places[i])
             why = _reasons(steps, place, around, first=bool(i < max(FIRST, FIRST_PART * len(places))), times=times)
-            found.append(OutsizedStep(int(steps.step[place]), spread[i].item() / total, times, bool(steps.audited[place]), why))
+            found.append(OutsizedStep(int(steps.step[place]), share, times, bool(steps.audited[place]), why))
     if sum(s.share for s in found) < TOGETHER:
         found = [s for s in found if s.share >= ALONE]
     return sorted(found, key=lambda s: (-s.share, s.step))

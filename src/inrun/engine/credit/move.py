@@ -60,6 +60,18 @@ class WholeMove:
         """Return how every parameter's memory advances; None for those that do not step."""
         return [self.moves[i].recall if i in self.moves else None for i in range(len(self.scored))]
 
+    def worth(self, raw: list[Tensor | None]) -> Tensor:
+        """Return −⟨w' − w, ∇ℓ⟩ for validation gradients ``[k, *shape]``: what the whole move is worth by them, ``[k]``."""
+        k = len(next(g for g in raw if g is not None))
+        total = torch.zeros(k, dtype=torch.float64)
+        for i, m in self.moves.items():
+            g = raw[i]
+            if g is not None:
+                way = m.realised.q * m.realised.gain * m.realised.pace
+                way = way.add_(m.scored.parameter.detach().to(way.dtype), alpha=m.shrink) if m.shrink else way
+                total += (g.reshape(k, -1) @ way.reshape(-1).to(g.dtype)).double().cpu()
+        return total
+
     def direction(self, index: int, raw: Tensor) -> Tensor:
         """Turn the averaged validation gradient ``[k, *shape]`` into D = gain ∘ ∇̄, in place."""
         move = self.moves[index]

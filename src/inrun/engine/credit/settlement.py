@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from inrun.engine.credit.keeper import EARLY_TIMES, Payment, WholeCredit
 from inrun.engine.credit.move import WholeMove
+from inrun.engine.credit.refinement import cut_the_way
 from inrun.engine.credit.stores import SketchStore
 from inrun.engine.directions import Direction, Sketch
 from inrun.engine.factors import Factors
@@ -29,7 +30,9 @@ from inrun.methods.midpoint import Quadrature, find_quadrature
 
 log = logging.getLogger("inrun")
 #: The residual of a step that is put up with, relative to Σ|c| of the parts it paid, and the rules tried one after the other.
-RESIDUAL, FINER = 0.01, ("gauss2", "gauss3", "gauss5", "gauss8")
+RESIDUAL, FINER = 0.01, ("gauss2", "gauss3")
+#: Pieces that the way of a rough step is cut into at most, where these do not do.
+MOST_PIECES = 33
 #: Signs of a rough step: clipped to a fraction of what is usual, or a fall (or rise) of so many times the usual one.
 CLIPPED, LARGE = 0.3, 3.0
 #: Bytes from which on memory is said without being asked.
@@ -196,7 +199,7 @@ class WholeSettlement:
         used = len(points)
         if audited or rough:
             before, after = self._losses(look, move)
-            payment, used = self._refine(look, payment, before - after, points, k)
+            payment, used = self._refine(look, payment, before, before - after, points)
         self._payment = payment
         self.books = WholeBooks(payment.data, payment.spread, payment.decay, payment.inherited, before, after, used)
         return found
@@ -253,7 +256,7 @@ class WholeSettlement:
                 after = self.setup.validation.losses(self.step)
         return before.cpu(), after.cpu()
 
-    def _refine(self, look: StepLook, payment: Payment, fall: Tensor, points: Quadrature, k: int) -> tuple[Payment, int]:
+    def _refine(self, look: StepLook, payment: Payment, before: Tensor, fall: Tensor, points: Quadrature) -> tuple[Payment, int]:
         """Take more points while the residual is too large."""
         assert self._move is not None
         used = len(points)
@@ -264,9 +267,31 @@ class WholeSettlement:
                 break
             if len(finer) <= used:
                 continue
-            found = look.averaged(self._move.at, finer)
-            payment, used = self.credit.pay(self._move, found.raw, self._entry, False, self.step), len(finer)
+            payment, used = self._with(look, finer), len(finer)
+        if bool(torch.isfinite(fall).all()) and not bool(((fall - payment.whole).abs() <= RESIDUAL * payment.spread).all()):
+            pieces = self._cut(look, before, before - fall, RESIDUAL * payment.spread)
+            payment, used = self._with(look, pieces), len(pieces)
         return payment, used
+
+    def _with(self, look: StepLook, points: Sequence[tuple[float, float]]) -> Payment:
+        assert self._move is not None
+        raw = look.averaged(self._move.at, points).raw
+        return self.credit.pay(self._move, raw, self._entry, False, self.step)
+
+    @torch.no_grad()
+    def _cut(self, look: StepLook, before: Tensor, after: Tensor, allowed: Tensor) -> list[tuple[float, float]]:
+        """Cut the way into pieces that explain the fall."""
+        move = self._move
+        assert move is not None
+
+        def slope(place: float) -> Tensor:
+            return move.worth(look.averaged(move.at, ((place, 1.0),)).raw)
+
+        def loss(place: float) -> Tensor:
+            with look.capture.paused(), move.at(place):
+                return self.setup.validation.losses(self.step).cpu()
+
+        return cut_the_way(slope, loss, before, after, 0.8 * allowed, MOST_PIECES)
 
     # The end of the step
 
