@@ -15,7 +15,7 @@ from inrun.analysis.steps import LEAST_STEPS
 from inrun.analysis.summary import SetSummary
 from inrun.analysis.verdict import percent
 from inrun.ledger import Ledger, MemoryLedger, StepRecord
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
+from inrun.ledger.schema import ACCOUNTS
 
 OLD = [c for c in ACCOUNTS.names if c not in ("inherited", "points")]
 
@@ -253,16 +253,16 @@ def uses(n: int = 400, batch: int = 8, folds: int = 1, seed: int = 0) -> pa.Tabl
     rng = np.random.default_rng(seed)
     ids = np.concatenate([rng.permutation(n), rng.permutation(n)])
     value = rng.normal(0.2, 1, 2 * n) * np.exp(rng.normal(0, 0.5, n))[ids] * np.repeat(schedule(2 * n // batch), batch)
-    columns = {"step": np.arange(2 * n) // batch, "sample_id": ids, "contribution": value.astype(np.float32)}
+    columns = {"step": np.arange(2 * n) // batch, "sample_id": ids, "value": value.astype(np.float32)}
     labels = [f"v#{k}" for k in range(folds)] if folds > 1 else ["v"]
-    return pa.concat_tables([pa.table({**columns, "validation": [x] * 2 * n}).select(CONTRIBUTIONS.names) for x in labels]).cast(
-        CONTRIBUTIONS
-    )
+    columns["value"] = columns["value"].astype(np.float64)
+    names = ["step", "sample_id", "validation", "value"]
+    return pa.concat_tables([pa.table({**columns, "validation": [x] * 2 * n}).select(names) for x in labels])
 
 
 def with_outlier(table: pa.Table, sample: int, times: float) -> pa.Table:
     """Multiply the first use of a sample, in every fold."""
-    values = table["contribution"].to_numpy().copy()
+    values = table["value"].to_numpy().copy()
     at = (table["sample_id"].to_numpy() == sample) & (2 * table["step"].to_numpy() < table["step"].to_numpy().max())
     values[at] = np.sign(values[at]) * times * np.abs(values).mean()
     return table.set_column(3, "value", pa.array(values, pa.float32()))
@@ -275,15 +275,15 @@ def test_an_outlier_is_named_and_a_calm_run_names_no_sample(folds: int) -> None:
     table = with_outlier(with_outlier(uses(folds=folds), 17, 100), 23, 60)
     found = samples_in_table(table)["v"]
     assert [o.sample_id for o in found] == [17, 23] and found[0].uses == 2
-    whole = sum(abs(v) for v in table["contribution"].to_pylist()) / folds
-    held = sum(abs(r["contribution"]) for r in table.to_pylist() if r["sample_id"] == 17) / folds
+    whole = sum(abs(v) for v in table["value"].to_pylist()) / folds
+    held = sum(abs(r["value"]) for r in table.to_pylist() if r["sample_id"] == 17) / folds
     assert found[0].share == pytest.approx(held / whole, rel=1e-5) and found[0].times == pytest.approx(400 * held / whole, rel=1e-5)
     assert found[0].why[0].startswith("an outlier: ") and f"of step {found[0].step}" in found[0].why[1]
 
 
 def test_samples_of_a_large_step_are_told_from_outliers() -> None:
     table = uses(1600)
-    values = table["contribution"].to_numpy().copy()
+    values = table["value"].to_numpy().copy()
     values[table["step"].to_numpy() == 30] = 100 * np.abs(values).mean() * np.sign(np.arange(8) - 3.5)
     found = samples_in_table(table.set_column(3, "value", pa.array(values, pa.float32())))["v"]
     assert len(found) == 8 and all("used in a large step" in o.why[0] and o.step == 30 for o in found)
@@ -303,7 +303,7 @@ def test_samples_reach_the_summary_from_a_table_and_from_a_ledger(tmp_path) -> N
     table = with_outlier(uses(80), 17, 100)
     memory = MemoryLedger()
     accounts = books(np.ones(20), range(20)).to_pylist()
-    steps, ids, values = (table[c].to_numpy() for c in ("step", "sample_id", "contribution"))
+    steps, ids, values = (table[c].to_numpy() for c in ("step", "sample_id", "value"))
     for t, row in enumerate(accounts):
         memory.write(StepRecord(t, ids[steps == t], {"v": values[steps == t]}, [row]))
     memory.save(tmp_path / "run", {"method": "midpoint", "update": "secant", "credit": "whole"})

@@ -44,8 +44,9 @@ TOP = 0.03
 FIRST, FIRST_PART = 5, 0.02
 
 
-#: A step that holds this share of Σ|c| and so many times an even one is named however noisy the run is.
-LARGE_SHARE, LARGE_TIMES = 0.05, 5.0
+#: A step that holds this share of Σ|c|, and so many times both an even one and that of its neighbours, is named however noisy
+#: the run is.
+LARGE_SHARE, LARGE_TIMES = 0.08, 6.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def outsized_steps(steps: Steps) -> list[OutsizedStep]:
         around = places[max(i - reach, 0) : i + reach + 1]
         times = float(spread[i] / np.median(steps["spread"][around]))
         share = spread[i].item() / total
-        large = share >= LARGE_SHARE and share * len(places) >= LARGE_TIMES and times >= LEAST_FACTOR
+        large = share >= LARGE_SHARE and min(share * len(places), times) >= LARGE_TIMES
         if times >= factor or large:
             place = int(places[i])
             why = _reasons(steps, place, around, first=bool(i < max(FIRST, FIRST_PART * len(places))), times=times)

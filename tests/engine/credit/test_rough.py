@@ -182,7 +182,6 @@ def test_no_few_steps_own_it(runs: Runs) -> None:
         assert top_share(by_step(runs.whole, runs.recipe, name)[1]) <= SHARE
 
 
-@pytest.mark.xfail(reason="eight Gauss points do not resolve a loss that is bent in one place of the move", strict=True)
 def test_every_step_explains_its_fall(runs: Runs) -> None:
     """More points are taken until the residual of a step is small, and not where one is enough."""
     for name in runs.recipe.held:

@@ -65,7 +65,9 @@ def test_several_validation_sets_points_and_folds() -> None:
     found = {}
     for name in ("all", *sets):
         model = tiny()
-        optimizer, accountant = attach(model, validation=sets if name == "all" else {name: sets[name]})
+        # Points enough that no column of all needs more: they are taken for all columns at once.
+        chosen = sets if name == "all" else {name: sets[name]}
+        optimizer, accountant = attach(model, validation=chosen, quadrature="gauss8")
         for t in range(5):
             last = train_step(accountant, model, optimizer, batch(4, t), clip=0.5)
         found[name] = (credits_of(accountant), last)

@@ -73,7 +73,8 @@ def _exact_state(e: ExactEntry, j: int, tensors: dict[str, Tensor]) -> dict[str,
 
 def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
     """Go on from a saved state."""
-    plain, tensors = state["plain"], state["tensors"]
+    # Copies: tensors in a mapped file may be aligned otherwise than torch's own, and then round otherwise.
+    plain, tensors = state["plain"], {name: x.clone() for name, x in state["tensors"].items()}
     size = None if credit.exact else credit.store.sketchers[False].size  # type: ignore[union-attr]
     if plain["exact"] != credit.exact or plain.get("sketch") != size:
         raise ConfigurationError(
