@@ -32,6 +32,14 @@ UPDATES = {
 }
 
 
+#: Which credit is kept, by name, with the words that describe it.
+CREDITS = {
+    "auto": "whole where the optimizers allow it and neither method nor update is given, else step",
+    "whole": "what a use did over all later steps, through the optimizer's memory",
+    "step": "what a use did in its own step",
+}
+
+
 class Look(Protocol):
     """Validation gradients at places around the move of one step (the engine implements it).
 

@@ -14,10 +14,9 @@ import yaml
 from msgspec import Meta
 from msgspec.inspect import DictType, FloatType, IntType, LiteralType, NoneType, StructType, TupleType, Type, UnionType, type_info
 
-from inrun.engine.credit.choice import CREDITS
 from inrun.errors import ConfigurationError
 from inrun.ledger.labels import is_name
-from inrun.methods import METHODS, UPDATES
+from inrun.methods import CREDITS, METHODS, UPDATES
 
 _LARGEST = sys.float_info.max
 #: At least one; none or more; a number that is finite and not negative; a share of a whole.

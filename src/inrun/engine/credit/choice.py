@@ -7,14 +7,10 @@ import logging
 import torch
 
 from inrun.errors import ConfigurationError, OptimizerError
+from inrun.methods import CREDITS
 from inrun.optimizers import UpdateRule, find_update
 
 log = logging.getLogger("inrun")
-CREDITS = {
-    "auto": "whole where the optimizers allow it and neither method nor update is given, else step",
-    "whole": "what a use did over all later steps, through the optimizer's memory",
-    "step": "what a use did in its own step",
-}
 
 
 def resolve_credit(
