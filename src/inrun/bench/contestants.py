@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from inrun.bench.shape import Shape
 from inrun.engine import Accountant
-from inrun.engine.credit.choice import CREDITS
 from inrun.layers.layout import scratch_bytes
-from inrun.methods import METHODS
+from inrun.methods import CREDITS, METHODS
 from inrun.training.loss import next_token_loss
 
 

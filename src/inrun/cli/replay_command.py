@@ -18,7 +18,7 @@ from inrun.replay import MODES
 
 
 def _credits() -> Mapping[str, Any]:
-    from inrun.engine.credit.choice import CREDITS
+    from inrun.methods import CREDITS
 
     return CREDITS
 
