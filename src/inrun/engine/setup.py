@@ -18,7 +18,7 @@ from inrun.engine.directions import Timing
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
-from inrun.methods import Method, find_method, resolve_update
+from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 from inrun.torch_private import buffers_written_silently, is_compiled
 
@@ -190,7 +190,7 @@ def make_setup(
         else Timing.AT_STEP
         if chosen.deferred
         else Timing.GAIN_AT_STEP
-        if resolved in ("secant", "realised")
+        if resolved in KNOWN_AT_STEP
         else Timing.BEFORE,
         refresh=refresh,
         deferred_memory=parse_bytes(deferred_memory),

@@ -29,7 +29,8 @@ class UpdatePath:
     def __init__(self, scored: list[Scored], rules: list[UpdateRule], update: str, buffers: Buffers) -> None:
         """``update`` "frozen" takes the linearisation with the state before the step for the gain, "realised" the real factor."""
         self.scored, self.rules, self.buffers = scored, rules, buffers
-        self.frozen, self.realised = update == "frozen", update == "realised"
+        self.frozen = update == "frozen"
+        self.realised = update == "realised"
         self.gains: dict[nn.Parameter, Tensor | float] = {}
 
     def moving(self) -> list[Scored]:

@@ -4,7 +4,7 @@ The data's part of a step leads from w + δ_∅ (what the optimizer does without
 average ∇̄ of the validation gradient along the way. Importing a file registers its method.
 """
 
-from inrun.methods.registry import CREDITS, METHODS, UPDATES, Look, Method, find_method, register, resolve_update
+from inrun.methods.registry import CREDITS, KNOWN_AT_STEP, METHODS, UPDATES, Look, Method, find_method, register, resolve_update
 
 # Importing registers a method; this is the order in which they are listed.
 # isort: off
@@ -14,4 +14,4 @@ from inrun.methods import second  # noqa: F401
 from inrun.methods import midpoint  # noqa: F401
 # isort: on
 
-__all__ = ["CREDITS", "METHODS", "UPDATES", "Look", "Method", "find_method", "register", "resolve_update"]
+__all__ = ["CREDITS", "KNOWN_AT_STEP", "METHODS", "UPDATES", "Look", "Method", "find_method", "register", "resolve_update"]

@@ -32,6 +32,8 @@ UPDATES = {
 }
 
 
+#: Updates whose gain is known only when the optimizer is about to step, unless the update is linear.
+KNOWN_AT_STEP = ("secant", "realised")
 #: Which credit is kept, by name, with the words that describe it.
 CREDITS = {
     "auto": "whole where the optimizers allow it and neither method nor update is given, else step",
