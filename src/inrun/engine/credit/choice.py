@@ -32,7 +32,7 @@ def resolve_credit(
                 f'credit="whole" averages the validation gradient over the whole move of a step (method="midpoint", with '
                 f'quadrature= for more points); method="{method}" belongs to credit="step"'
             )
-        if update not in (None, "auto", "realised"):
+        if update is not None and update != "auto" and update != "realised":
             raise ConfigurationError(
                 f'credit="whole" shares out the move that was really made (update="realised"); update="{update}" belongs to '
                 'credit="step"'
