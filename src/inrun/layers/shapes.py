@@ -336,7 +336,8 @@ def shared_outer(
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
     chains = max(1, min(n, SCRATCH_BYTES // max(total.nbytes, 1)))
-    running = total if chains == 1 else scratch_like(x, (chains, p, q), "running")
+    # A sketch needs scratch memory of its own while the sums run.
+    running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
     sums: list[Tensor] = []
     segments: list[Tensor] = []
     for first in range(0, n, chains):

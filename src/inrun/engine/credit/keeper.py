@@ -30,6 +30,8 @@ from inrun.optimizers import UpdateRule
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
 #: The first steps differ most from what comes after them: they are sketched with so many times the numbers.
 EARLY_STEPS, EARLY_TIMES = 10, 4
+#: How often payments are noted for the errors of estimates.
+NOTE_EVERY = 4
 
 
 @dataclass
@@ -231,7 +233,8 @@ class WholeCredit:
             [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
         )
         if isinstance(self.store, SketchStore) and payment is not None:
-            self.store.note(entry, payment.kappa, payment.direction)
+            # One step in so many stands for those around it: errors need no more.
+            self.store.note(entry, payment.kappa * NOTE_EVERY, payment.direction, self.steps % NOTE_EVERY == 0)
         self.store.push(entry)
         self.memory.advance(move.recalls())
         self.inherited = {

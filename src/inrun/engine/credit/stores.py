@@ -368,10 +368,16 @@ class SketchStore:
                 found.append(part.double())
         return torch.cat(found)
 
-    def note(self, entry: SketchEntry, kappa: Numbers, direction: Direction) -> None:
-        """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns."""
+    def note(self, entry: SketchEntry, kappa: Numbers, direction: Direction, now: bool) -> None:
+        """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns, if it is to be ``now``."""
+        sk, weights, segments = self.sketcher, self.weights_now, direction.sums(self.sketcher)
+        for r in entry.rows:
+            if sk.plans[r.parameter].segment > 1:
+                square = r.squared(sk.table(r.parameter, segments[r.parameter], weights[r.parameter]))
+                entry.spread_rows[r.first : r.first + r.n] += square
+        entry.spread_rows.sqrt_()
         all_ = [*self.entries, entry]
-        for epoch, group in self._by_epoch(all_):
+        for epoch, group in self._by_epoch(all_) if now else []:
             sk, some = self.epochs[epoch].sketcher, all_[group]
             sums = direction.joined(self.epochs[epoch])
             f = self.fits(some, sums, sk)
@@ -380,13 +386,6 @@ class SketchStore:
                 missed = sums[:, ::EVERY] - sk.spread_out(f[j], EVERY) * e.known[:, ::EVERY]
                 e.rest.addcmul_(missed, sk.spread_out(counts[j], EVERY))
                 e.rest_rows += e.spread_rows * float(np.abs(kappa[group][j]).max())
-        sk, weights, segments = self.sketcher, self.weights_now, direction.sums(self.sketcher)
-        for r in entry.rows:
-            if sk.plans[r.parameter].segment > 1:
-                square = r.squared(sk.table(r.parameter, segments[r.parameter], weights[r.parameter]))
-                entry.spread_rows[r.first : r.first + r.n] += square
-        entry.spread_rows.sqrt_()
-        entry.rest_rows += entry.spread_rows * float(np.abs(kappa[-1]).max())
 
     def weights(self, entry: SketchEntry) -> Tensor:
         """Return the norm of every row's sketch, by which a rest is spread, ``[rows]``."""
