@@ -136,10 +136,6 @@ class WholeCredit:
         if self.audit is not None and isinstance(self.store, SketchStore):
             self.audit.restart(self.store.sketcher)
 
-    def known(self, s: Scored) -> Tensor | None:
-        """Return the direction that is known before the backward, ``[k, *shape]``."""
-        return self.store.known_whole.get(self.scored.index(s)) if isinstance(self.store, SketchStore) else None
-
     # One step
 
     def capture(self, microbatches: list[Microbatch], k: int, quietly: Any) -> Any:

@@ -91,9 +91,6 @@ class ExactStore:
         """Return the norm of every row's gradient, by which a rest is spread, ``[rows]``."""
         return torch.cat([open_.norms() for open_ in [*self.entries, entry]])
 
-    def pay(self, kappa: Numbers, direction: Direction) -> None:
-        """Nothing more to note: exact credits have no error."""
-
     def push(self, entry: ExactEntry) -> None:
         """Keep the coming step's rows."""
         self.entries.append(entry)
