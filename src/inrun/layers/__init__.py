@@ -6,7 +6,7 @@ from inrun.layers.layout import Layout
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
-from inrun.layers.sketch import SketchPlan, fold, from_bits, segment_sums_in_pieces
+from inrun.layers.sketch import SketchPlan, fold, from_bits, segment_sums
 
 __all__ = [
     "Ask",
@@ -32,6 +32,6 @@ __all__ = [
     "register",
     "register_finder",
     "registered",
-    "segment_sums_in_pieces",
+    "segment_sums",
     "unused_parameters",
 ]

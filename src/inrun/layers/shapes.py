@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
-from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, segment_sums, segment_sums_in_pieces
+from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
 #: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
 Parts = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -65,7 +65,19 @@ class GradientShape:
 
     def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
         """Return the sketch ``[n, buckets]`` and, where rows are kept apart, their segment sums and numbers (as bits)."""
-        return bucketed(self.segment_sums(signs, plan), weights, plan)
+        return self.bucketed(self.segment_sums(signs, plan), signs, weights, plan)
+
+    def bucketed(self, z: Tensor, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
+        """Let segment sums ``[n, segments]`` fall into buckets, after the heaviest rows are taken out where they are kept apart."""
+        if plan.heavy == 0:
+            return (fold(z, weights, plan.buckets),)
+        rows = heaviest_rows(z, weights, plan)
+        return fold(z, weights, plan.buckets), rows_apart(self.form_rows(rows), rows, signs, weights, plan), as_bits(rows)
+
+    def form_rows(self, rows: Tensor) -> Tensor:
+        """Return some rows of every g_n, ``[n, r, columns]``, for ``rows`` ``[n, r]``."""
+        g = self.form().flatten(2)
+        return g.gather(1, rows.unsqueeze(-1).expand(-1, -1, g.shape[-1]))
 
     def total_and_sketch(
         self, v: Tensor | None, signs: Tensor, weights: Tensor, plan: SketchPlan
@@ -78,7 +90,7 @@ class GradientShape:
         """Tell the shapes and dtypes of what :meth:`sketch` returns, before there is any."""
         parts: Parts = (((n, plan.buckets), dtype),)
         if plan.heavy:
-            parts += (((n, plan.heavy, plan.per_row), dtype), ((n, plan.heavy), torch.float64))
+            parts += (((n, plan.heavy, plan.per_row_apart), dtype), ((n, plan.heavy), torch.float64))
         return parts
 
     # How it is kept from the backward until the optimizer steps
@@ -179,7 +191,13 @@ class Outer(GradientShape):
             return super().total_and_sketch(v, signs, weights, plan)
         total, c, z = shared_outer(self.x, self.y, v, signs=signs, segment=plan.segment)
         assert z is not None
-        return total, c, bucketed(z, weights, plan)
+        return total, c, self.bucketed(z, signs, weights, plan)
+
+    def form_rows(self, rows: Tensor) -> Tensor:
+        """Form no other rows."""
+        dtype = torch.promote_types(self.x.dtype, self.y.dtype)
+        x = self.x.gather(2, rows.unsqueeze(1).expand(-1, self.x.shape[1], -1))
+        return torch.bmm(x.to(dtype).transpose(1, 2), self.y.to(dtype))
 
     def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
         """Form the gradients, into ``buffer`` if given, where they are to be kept formed."""
@@ -274,15 +292,13 @@ class LookUp(GradientShape):
 
     def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
         """Keep the touched rows: weighted segment sums ``[n, t, J]``, and the tokens as bits."""
-        b = self._unpadded().to(signs.dtype).contiguous()
-        z = segment_sums(b, signs.view(plan.rows, plan.columns)[self.tokens], plan.segment)
-        return z * weights.view(plan.rows, plan.per_row)[self.tokens], as_bits(self.tokens)
+        return rows_apart(self._unpadded(), self.tokens, signs, weights, plan), as_bits(self.tokens)
 
     @classmethod
     def sketch_parts(cls, plan: SketchPlan, n: int, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
         """Segment sums and tokens."""
         t = inputs[0].numel() // max(n, 1)
-        return (((n, t, plan.per_row), dtype), ((n, t), torch.float64))
+        return (((n, t, plan.per_row_apart), dtype), ((n, t), torch.float64))
 
     @staticmethod
     def of(parts: tuple[Tensor, ...], rows: int, padding: int | None) -> LookUp:
@@ -299,14 +315,6 @@ def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
         pieces = [list(zip(x.split(rows), d.split(rows), strict=True)) for x in g for d in v]
         return torch.stack([torch.cat([torch.linalg.vecdot(a, b) for a, b in x]) for x in pieces]).view(len(g), len(v), -1)
     return dot_each(g, v)
-
-
-def bucketed(z: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
-    """Let segment sums ``[n, segments]`` fall into buckets, after the heaviest rows are taken out where they are kept apart."""
-    if plan.heavy == 0:
-        return (fold(z, weights, plan.buckets),)
-    rows, values = heaviest_rows(z, weights, plan)
-    return fold(z, weights, plan.buckets), values, as_bits(rows)
 
 
 def shared_outer(
@@ -350,7 +358,7 @@ def shared_outer(
         sums.append(contract_formed(part, v, by_rows))
         if signs is not None:
             flat = part.view(len(part), -1)
-            segments.append(segment_sums(flat, signs, segment) if chains > 1 else segment_sums_in_pieces(flat, signs, segment))
+            segments.append(segment_sums(flat, signs, segment))
     gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
     return gradient, _differences(torch.cat(sums), chains), _differences(torch.cat(segments), chains) if segments else None
 

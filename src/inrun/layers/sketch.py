@@ -6,7 +6,7 @@ A tensor is seen as ``[rows, columns]``. Along a row, entries are multiplied by 
     z[r, j] = Σ_{c in segment j} sign[r, c] · g[r, c]        bucket (r·J + j) mod m  gets  weight[r·J + j] · z[r, j]
 
 On the gradient's side the weight of a segment is ρ, on the direction's side 1/ρ. What a sample touches in few rows (tables; the
-rare words of an output vocabulary) is kept row by row, without buckets.
+rare words of an output vocabulary) is kept row by row, without buckets, in finer segments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inrun.layers.layout import SCRATCH_BYTES, scratch_like
+from inrun.layers.layout import scratch_like
+
+#: Entries that are signed and added up at a time: with their signs they stay in a core's cache.
+PIECE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,35 @@ class SketchPlan:
     buckets: int
     #: Rows of largest energy that are kept apart per sample; 0 for none.
     heavy: int = 0
+    #: Entries per segment where a row is kept apart; divides ``segment``. 0 for the same.
+    fine: int = 0
 
     @property
     def per_row(self) -> int:
-        """Return the number of segments in a row, J."""
+        """Return the number of segments in a row."""
         return self.columns // self.segment
+
+    @property
+    def row_segment(self) -> int:
+        """Return the entries per segment of a row that is kept apart."""
+        return self.fine or self.segment
+
+    @property
+    def per_row_apart(self) -> int:
+        """Return the number of segments of a row that is kept apart, J."""
+        return self.columns // self.row_segment
+
+    def coarse(self, sums: Tensor) -> Tensor:
+        """Add up the fine segments of all rows ``[..., rows·J]`` to those that fall into buckets, ``[..., segments]``."""
+        group = self.segment // self.row_segment
+        if group == 1:
+            return sums
+        return torch.mv(sums.reshape(-1, group), sums.new_ones(group)).view(*sums.shape[:-1], -1)
+
+    def weights_apart(self, weights: Tensor) -> Tensor:
+        """Give every fine segment the weight of the one it is in: ``[segments]`` to ``[rows, J]``."""
+        group = self.segment // self.row_segment
+        return (weights if group == 1 else weights.repeat_interleave(group)).view(self.rows, self.per_row_apart)
 
     @property
     def segments(self) -> int:
@@ -50,6 +77,8 @@ class SketchPlan:
 
 def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
     """Add up signed entries in segments: ``x`` ``[..., entries]`` and ``signs`` ``[entries]``, or of x's shape, to ``[..., J]``."""
+    if signs.dim() == 1 and x.numel() > PIECE and x.device.type == "cpu" and x.dtype == signs.dtype:
+        return _segment_sums_in_pieces(x.reshape(-1, x.shape[-1]), signs, segment).view(*x.shape[:-1], -1)
     signed = torch.mul(x, signs, out=scratch_like(x)) if x.is_contiguous() and x.dtype == signs.dtype else x * signs
     if segment == 1:
         return signed.clone()
@@ -57,14 +86,16 @@ def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
     return torch.mv(signed.view(-1, segment), signed.new_ones(segment)).view(shape)
 
 
-def segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int) -> Tensor:
-    """The same for tensors ``[k, entries]`` larger than the cache: some segments at a time."""
-    piece = max(1, SCRATCH_BYTES // (4 * segment * x.element_size())) * segment
-    parts = [
-        torch.stack([segment_sums(row[at : at + piece], signs[at : at + piece], segment) for row in x])
-        for at in range(0, x.shape[-1], piece)
-    ]
-    return torch.cat(parts, dim=1)
+def _segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int) -> Tensor:
+    """The same for ``[m, entries]`` larger than a core's cache: the signed copy of a piece never leaves it."""
+    entries, piece, ones = x.shape[1], max(1, PIECE // segment) * segment, x.new_ones(segment)
+    found, signed = x.new_empty(len(x), entries // segment), scratch_like(x, (min(piece, entries),))
+    for at in range(0, entries, piece):
+        part = signs[at : at + piece]
+        for row, out in zip(x, found, strict=True):
+            here = torch.mul(row[at : at + piece], part, out=signed[: len(part)])
+            torch.mv(here.view(-1, segment), ones, out=out[at // segment : (at + len(part)) // segment])
+    return found
 
 
 def fold(z: Tensor, weights: Tensor, buckets: int) -> Tensor:
@@ -80,19 +111,23 @@ def fold(z: Tensor, weights: Tensor, buckets: int) -> Tensor:
     return summed
 
 
-def heaviest_rows(z: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, Tensor]:
+def heaviest_rows(z: Tensor, weights: Tensor, plan: SketchPlan) -> Tensor:
     """Take the rows of largest weighted energy out of segment sums ``z`` ``[n, segments]``, which lose them.
 
     Returns:
-        Row numbers ``[n, heavy]`` and their weighted segment sums ``[n, heavy, J]``.
+        Row numbers ``[n, heavy]``.
     """
     table = z.view(len(z), plan.rows, plan.per_row)
     weighed = table * weights.view(plan.rows, plan.per_row)
-    rows = torch.topk(weighed.square().sum(-1), plan.heavy, dim=1).indices
-    index = rows.unsqueeze(-1).expand(-1, -1, plan.per_row)
-    values = weighed.gather(1, index)
-    table.scatter_(1, index, 0.0)
-    return rows, values
+    rows = torch.topk(weighed.square_().sum(-1), plan.heavy, dim=1).indices
+    table.scatter_(1, rows.unsqueeze(-1).expand(-1, -1, plan.per_row), 0.0)
+    return rows
+
+
+def rows_apart(g: Tensor, rows: Tensor, signs: Tensor, weights: Tensor, plan: SketchPlan) -> Tensor:
+    """Return the weighted fine segment sums of some rows of gradients: ``g`` ``[n, r, columns]``, ``rows`` ``[n, r]``."""
+    z = segment_sums(g.to(signs.dtype).contiguous(), signs.view(plan.rows, plan.columns)[rows], plan.row_segment)
+    return z * plan.weights_apart(weights)[rows]
 
 
 def as_bits(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inrun.optimizers.quotient import QuotientRule, slope_of_root
-from inrun.optimizers.registry import Group, Recall, State, chunks_of, held, learning_rate, next_step, register, sign_of
+from inrun.optimizers.registry import Group, Realised, Recall, State, chunks_of, held, learning_rate, next_step, register, sign_of
 
 
 def first_moment(group: Group) -> Recall:
@@ -143,6 +143,27 @@ class AdamRule(MomentsRule):
             here.addcmul_(out[some], g[some], value=-fraction)
         return True
 
+    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """Return gain and q, in new memory."""
+        return self.realised_again(None, gradient, parameter, group, state)
+
+    @torch.no_grad()
+    def realised_again(self, before: Realised | None, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """In one pass: q = β₁m ± (1−β₁)G and the gain 1/(1−β₁ᵗ) / (√(s_t / (1−β₂ᵗ)) + ε), 0 where s_t = 0."""
+        if not self._usual(gradient, group, state):
+            return super().realised(gradient, parameter, group, state)
+        (beta1, beta2), t = (float(b) for b in group["betas"]), next_step(state)
+        old = (None, None) if before is None else (before.q, before.gain)
+        q, gain = (_again(x, gradient) for x in old)
+        g, m, s = gradient.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1)
+        of_second, eps, bare = 1.0 / (1.0 - beta2**t), float(group["eps"]), 1.0 / (1.0 - beta1**t)
+        for some in chunks_of(g):
+            torch.mul(g[some], sign_of(group) * (1.0 - beta1), out=q.view(-1)[some]).add_(m[some], alpha=beta1)
+            size = torch.mul(s[some], beta2 * of_second, out=gain.view(-1)[some])
+            size.addcmul_(g[some], g[some], value=(1.0 - beta2) * of_second).sqrt_()
+            torch.threshold_(size, 0.0, math.inf).add_(eps).reciprocal_().mul_(bare)
+        return Realised(gain, q, learning_rate(group))
+
     @torch.no_grad()
     def coast(self, weight: Tensor, group: Group, state: State) -> bool:
         """Shrink, and add −k β₁ m / (√s + ε) in the unit of sizes."""
@@ -202,6 +223,13 @@ class AdamRule(MomentsRule):
                 wide[:size].copy_(x)
             _gain(exact[4:, :size], exact[:4, :size], eps, entering, drags, first, careful=False)
             yield some, exact[0, :size], exact[1, :size]
+
+
+def _again(old: Tensor | float | None, like: Tensor) -> Tensor:
+    """Return memory for a tensor: that of an old one of the same kind, or new."""
+    if isinstance(old, Tensor) and (old.shape, old.dtype, old.device) == (like.shape, like.dtype, like.device):
+        return old if old.is_contiguous() else old.contiguous()
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 def _gain(inputs: Any, scratch: Tensor, eps: float, entering: float, drags: float, first: float, careful: bool) -> bool:

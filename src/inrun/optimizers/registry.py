@@ -249,6 +249,10 @@ class UpdateRule:
         """Return the move that the next step makes with this gradient, as a gain on a sum over all gradients so far."""
         raise NotImplementedError
 
+    def realised_again(self, before: Realised | None, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
+        """The same, in the memory of an earlier step's where a rule cares to."""
+        return self.realised(gradient, parameter, group, state)
+
     def remembered(self, state: State) -> Tensor | None:
         """Return the memory whose entries ``recall`` describes, Σ_s a_s z_s; None where there is none yet."""
         return None

@@ -19,7 +19,6 @@ from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.credit.stores import ExactEntry, ExactStore, SketchEntry, SketchStore
 from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
-from inrun.layers import fold
 
 #: How far both sides may differ, relative to the larger: rounding, in single precision, and where gradients were coarser.
 TOLERANCE, COARSE = 5e-3, 5e-2
@@ -54,13 +53,12 @@ class SketchAudit:
         one = torch.ones((), dtype=torch.float64, device=sk.device)
         for r in entry.rows:
             plan = sk.plans[r.parameter]
-            found[r.parameter] += fold(r.by_segment(plan.rows).view(1, -1), one, plan.buckets)[0]
+            found[r.parameter] += sk.folded(r.parameter, r.by_segment(plan.rows).view(1, -1), one)[0]
         return [x.cpu() for x in found]
 
     def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:
         """Return the sketch of a whole tensor, ``[buckets]``."""
-        sums = self.sketcher.sums(index, x.unsqueeze(0))
-        return fold(sums, weights[index], self.sketcher.plans[index].buckets)[0].double().cpu()
+        return self.sketcher.folded(index, self.sketcher.sums(index, x.unsqueeze(0)), weights[index])[0].double().cpu()
 
     def check(
         self,

@@ -24,7 +24,7 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Scored
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits
-from inrun.optimizers import UpdateRule
+from inrun.optimizers import Realised, UpdateRule
 
 #: Finished steps after which a sketch gets new weights; later every :data:`REFRESH`.
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
@@ -99,6 +99,8 @@ class WholeCredit:
         self.decays: dict[int, Tensor] = {}
         self.inherited: dict[int, tuple[Tensor, float]] = {}
         self.columns: list[Label] | None = None
+        #: What the last step made of each parameter, whose memory the next one takes.
+        self.free: dict[int, Realised] = {}
         self.steps = 0
         self.begun = False
 
@@ -241,6 +243,7 @@ class WholeCredit:
         self.decays |= decays
         if payment is not None:
             self._learn(payment)
+        self.free |= {i: m.realised for i, m in move.moves.items()}
         self.steps += 1
         return self._settle(self.memory.passed())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +46,19 @@ class ParameterMove:
 class WholeMove:
     """The moves of all parameters that are about to step."""
 
-    def __init__(self, scored: list[Scored], rules: list[UpdateRule], path: UpdatePath, factors: dict[int, float]) -> None:
-        """``factors`` are those of the optimizers' gradients (clipping, loss scale)."""
+    def __init__(
+        self,
+        scored: list[Scored],
+        rules: list[UpdateRule],
+        path: UpdatePath,
+        factors: dict[int, float],
+        free: Mapping[int, Realised] | None = None,
+    ) -> None:
+        """``factors`` are those of the optimizers' gradients (clipping, loss scale); the memory of ``free`` may be taken."""
         self.scored, self.path = scored, path
         place = {s: i for i, s in enumerate(scored)}
-        self.moves = {place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer]) for s in path.moving()}
+        old = free or {}
+        self.moves = {place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer], old.get(place[s])) for s in path.moving()}
 
     def at(self, fraction: float) -> Place:
         """Hold the model at w + fraction · (w' − w)."""
@@ -84,7 +93,7 @@ class WholeMove:
         return d.copy_(shares.view(-1, *([1] * q.dim())) * q.to(d.dtype))
 
 
-def _move_of(s: Scored, rule: UpdateRule, factor: float) -> ParameterMove:
+def _move_of(s: Scored, rule: UpdateRule, factor: float, before: Realised | None) -> ParameterMove:
     weight, group, state = s.parameter.detach(), s.group, s.state
     recall = rule.recall(group, state)
     if recall is None:
@@ -93,7 +102,7 @@ def _move_of(s: Scored, rule: UpdateRule, factor: float) -> ParameterMove:
         )
     gradient = s.used_gradient
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    realised = rule.realised(gradient.to(dtype), weight.to(dtype), group, state)
+    realised = rule.realised_again(before, gradient.to(dtype), weight.to(dtype), group, state)
     sign = -1.0 if group.get("maximize", False) or getattr(rule, "maximize", False) else 1.0
     done = float(state.get("step", FIRST_STEPS))
     return ParameterMove(

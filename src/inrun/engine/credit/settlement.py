@@ -176,7 +176,7 @@ class WholeSettlement:
     def work_out(self, look: StepLook, microbatches: list[Microbatch], audited: bool, coarse: bool) -> Gradients:
         """Take the validation gradients along the whole move and work out what it pays."""
         credit, setup = self.credit, self.setup
-        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured())
+        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free)
         points = find_quadrature(setup.method.quadrature)  # type: ignore[attr-defined]
         found = look.averaged(move.at, points)
         self._check_columns(found)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inrun.engine.directions import Sketch
 from inrun.engine.sites import Scored
-from inrun.layers import SketchPlan, fold, segment_sums_in_pieces
+from inrun.layers import SketchPlan, fold, segment_sums
 
 #: Entries per segment of a matrix, and segments per row where rows are kept apart.
 SEGMENT, PER_ROW, PER_ROW_SMALL = 32, 64, 32
@@ -52,8 +52,9 @@ def plan_of(s: Scored, share: int, per_row: int, is_output: bool) -> SketchPlan:
     p = s.parameter
     rows, columns = (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
     if s.some_sparse or (is_output and rows > 4 * HEAVY):
-        segment = _divisor(columns, max(1, columns // per_row))
-        return SketchPlan(rows, columns, segment, share, 0 if s.only_sparse else min(HEAVY, rows))
+        fine = _divisor(columns, max(1, columns // per_row))
+        segment = fine * _divisor(columns // fine, max(1, min(SEGMENT, p.numel() // share) // fine))
+        return SketchPlan(rows, columns, segment, share, 0 if s.only_sparse else min(HEAVY, rows), fine)
     if p.numel() <= share:
         return SketchPlan(rows, columns, 1, p.numel())
     segment = _divisor(columns, max(1, min(SEGMENT, p.numel() // share)))
@@ -121,13 +122,15 @@ class Sketcher:
         return Sketch(self.plans[index], self.signs[index], weights)
 
     def sums(self, index: int, x: Tensor) -> Tensor:
-        """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``."""
-        return segment_sums_in_pieces(x.reshape(len(x), -1).to(self.dtype), self.signs[index], self.plans[index].segment)
+        """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``, in the finer segments of rows apart."""
+        return segment_sums(x.reshape(len(x), -1).to(self.dtype), self.signs[index], self.plans[index].row_segment)
 
     def all_sums(self, whole: Mapping[int, Tensor], k: int) -> list[Tensor]:
         """Return the segment sums of every parameter, zeros for those that are missing."""
         return [
-            self.sums(i, whole[i]) if i in whole else torch.zeros(k, plan.segments, dtype=self.dtype, device=self.device)
+            self.sums(i, whole[i])
+            if i in whole
+            else torch.zeros(k, plan.rows * plan.per_row_apart, dtype=self.dtype, device=self.device)
             for i, plan in enumerate(self.plans)
         ]
 
@@ -149,13 +152,17 @@ class Sketcher:
 
     def joined(self, sums: list[Tensor], weights: list[Tensor], divide: bool) -> Tensor:
         """Let segment sums fall into the sampled columns: ``[k, columns]``."""
-        parts = [fold(sums[i], 1.0 / weights[i] if divide else weights[i], self.plans[i].buckets) for i in self.sampled]
+        parts = [self.folded(i, sums[i], 1.0 / weights[i] if divide else weights[i]) for i in self.sampled]
         return torch.cat(parts, dim=1) if parts else torch.zeros(len(sums[0]), 0, dtype=self.dtype, device=self.device)
+
+    def folded(self, index: int, sums: Tensor, weights: Tensor) -> Tensor:
+        """Let the segment sums of one parameter ``[k, rows·J]`` fall into its buckets, ``[k, buckets]``."""
+        return fold(self.plans[index].coarse(sums), weights, self.plans[index].buckets)
 
     def table(self, index: int, sums: Tensor, weights: Tensor) -> Tensor:
         """Return a direction's segment sums row by row, ``[k, rows, J]``."""
         plan = self.plans[index]
-        return (sums / weights).view(len(sums), plan.rows, plan.per_row)
+        return sums.view(len(sums), plan.rows, plan.per_row_apart) / plan.weights_apart(weights)
 
     def nbytes(self) -> int:
         """Return the memory of the signs."""

@@ -19,7 +19,7 @@ from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch, Replayed
 from inrun.engine.sites import Scored
 from inrun.layers import Formed, GradientShape, from_bits
-from inrun.layers.layout import row_dots
+from inrun.layers.layout import row_dots, scratch_like
 
 #: One column in so many stands for all where the error of an estimate is estimated.
 EVERY = 4
@@ -171,7 +171,9 @@ class RowsApart:
         flat = self.values.flatten(1)
         if self.numbers.dim() == 1:
             return torch.stack([flat @ t[self.numbers].reshape(-1) for t in table], dim=1)
-        return torch.stack([row_dots(t[self.numbers].flatten(1), flat) for t in table], dim=1)
+        index = self.numbers.reshape(-1)
+        picked = scratch_like(table, (len(index), table.shape[-1]), "rows apart")
+        return torch.stack([row_dots(torch.index_select(t, 0, index, out=picked).view(flat.shape), flat) for t in table], dim=1)
 
     def squared(self, table: Tensor) -> Tensor:
         """Return Σ_r Σ_j values² · table²: the variance of :meth:`contract`."""
@@ -369,7 +371,7 @@ class SketchStore:
         """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns, if it is to be ``now``."""
         sk, weights, segments = self.sketcher, self.weights_now, direction.sums(self.sketcher)
         for r in entry.rows:
-            if sk.plans[r.parameter].segment > 1:
+            if sk.plans[r.parameter].row_segment > 1:
                 square = r.squared(sk.table(r.parameter, segments[r.parameter], weights[r.parameter]))
                 entry.spread_rows[r.first : r.first + r.n] += square
         entry.spread_rows.sqrt_()
