@@ -16,12 +16,12 @@ from inrun.engine.audits import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
 from inrun.engine.credit.keeper import WholeCredit
-from inrun.engine.credit.settlement import Usual
 from inrun.engine.credit.state import credit_state, load_credit_state
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
 from inrun.engine.record import StepResult
+from inrun.engine.refinement import Usual
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.engine.validation import Gradients
@@ -69,7 +69,7 @@ class Run:
         self.moved: list[Scored] | None = None
         self.hessian_checked = False
         plan = setup.credit
-        #: Whole credit, if it is kept; what steps are usually like.
+        #: Whole credit, if it is kept; what steps are usually like, where rough ones are looked at more closely.
         self.credit = None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch)
         self.usual = Usual()
         self.open_step: OpenStep | None = None
@@ -149,7 +149,8 @@ class Run:
             "step": self.steps_done,
             "audit": self.audits.state_dict(),
             "moved": None if self.moved is None else [s.name for s in self.moved],
-            **({} if self.credit is None else {"credit": credit_state(self.credit), "usual": self.usual.state_dict()}),
+            "usual": self.usual.state_dict(),
+            **({} if self.credit is None else {"credit": credit_state(self.credit)}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,9 +159,10 @@ class Run:
         moved = state.get("moved")
         self.moved = None if moved is None else [s for s in self.setup.scored if s.name in set(moved)]
         self.audits.load_state_dict(state["audit"])
+        if "usual" in state:
+            self.usual.load_state_dict(state["usual"])
         if self.credit is not None and state.get("credit") is not None:
             load_credit_state(self.credit, state["credit"])
-            self.usual.load_state_dict(state["usual"])
         elif self.credit is not None:
             log.warning("inrun: the saved state has no open windows: what the optimizer remembers is booked as inherited")
 
