@@ -192,9 +192,12 @@ class Accountant:
         step = self._run.open_step
         return step if isinstance(step, Step) else None
 
-    def seek(self, step: int, afresh: bool = True) -> None:
-        """Go on as if this were the next step (for replays of a recorded run); ``afresh`` reuses nothing of steps before."""
-        self._run.seek(step, afresh)
+    def seek(self, step: int, afresh: bool = True, rough: bool | None = None) -> None:
+        """Go on as if this were the next step (for replays of a recorded run).
+
+        ``afresh`` reuses nothing of steps before; ``rough`` tells whether the recorded step took more points (None: not known).
+        """
+        self._run.seek(step, afresh, rough)
 
     @property
     def refresh(self) -> int:

@@ -72,6 +72,8 @@ class Run:
         #: Whole credit, if it is kept; what steps are usually like, where rough ones are looked at more closely.
         self.credit = None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch)
         self.usual = Usual()
+        #: In a replay: whether the coming step took more points when it was scored live; None where that is not known.
+        self.known_rough: bool | None = None
         self.open_step: OpenStep | None = None
         self.flag = StepFlag()
         self._reused: tuple[Gradients, int] | None = None
@@ -118,12 +120,13 @@ class Run:
         self.last, self.moved, self.hessian_checked = result, moved, hessian_checked
         self.audits.finish(self.steps_done, result.audited)
         self.steps_done += 1
+        self.known_rough = None
 
-    def seek(self, step: int, afresh: bool = True) -> None:
+    def seek(self, step: int, afresh: bool = True, rough: bool | None = None) -> None:
         """Go on from another step; ``afresh`` takes new validation gradients there and may audit it."""
         if self.open_step is not None:
             raise StepError("a step is open; leave it first")
-        self.steps_done = step
+        self.steps_done, self.known_rough = step, rough
         if afresh:
             self._reused = None
             self.audits.replan(step)

@@ -282,19 +282,26 @@ class Step(OpenStep):
             if self.look.at_start is not None:
                 self.places.before = self.look.at_start
         self.directions.complete()
-        refinement = None
-        if self.setup.method.adaptive and self.skipped is None:
-            refinement = StepRefinement(self.look, self.directions, self.factors, self.settlement, self._take)
-            self.measured = refinement.is_rough(self.run.usual) or self.measured
-        if self.measured:
-            self._measure_start()
         self.points = len(self.setup.method.points) or None
-        if refinement is not None and self.measured:
+        if self.setup.method.adaptive and self.skipped is None:
+            self._adapt(StepRefinement(self.look, self.directions, self.factors, self.settlement, self._take))
+        elif self.measured:
+            self._measure_start()
+        self.settlement.begin(self.microbatches, len(self.columns))
+
+    def _adapt(self, refinement: StepRefinement) -> None:
+        """Measure rough steps like audited ones, and take more points there where the residual is large."""
+        known = self.run.known_rough
+        rough = refinement.is_rough(self.run.usual) if known is None else known
+        self.measured = self.measured or rough
+        if not self.measured:
+            return
+        self._measure_start()
+        if known is not False:
             # Of the path that is scored: the paper's proxy begins at w.
             start = self.places.before if self.setup.update == "sgd" else self.places.after_zero_move
             assert start is not None and self.points is not None
             self.points = refinement.refine(start, self.microbatches, self.columns, self.points)
-        self.settlement.begin(self.microbatches, len(self.columns))
 
     def _measure_start(self) -> None:
         """Measure what the accounts need before the optimizers step."""
