@@ -309,7 +309,7 @@ def test_weights_come_back_when_validation_fails() -> None:
             raise RuntimeError("no more data")
         return next_token_loss(m, batch(2, 99))
 
-    accountant = inrun.Accountant(model, optimizer, failing, method="midpoint", audit_every=0)
+    accountant = inrun.Accountant(model, optimizer, failing, method="midpoint", audit_every=0, **plain("midpoint"))
     for step in range(2):
         train_step(accountant, model, optimizer, batch(3, step))
     before = [p.detach().clone() for p in model.parameters()]
@@ -323,7 +323,7 @@ def test_two_optimizers_share_one_move() -> None:
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n]
     others = [p for p in model.parameters() if all(p is not q for q in matrices)]
     both = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=0.01)]
-    with inrun.Accountant(model, both, fn, method="midpoint", audit_every=1) as accountant:
+    with inrun.Accountant(model, both, fn, method="midpoint", audit_every=1, **plain("midpoint")) as accountant:
         for step in range(3):
             parameters = list(model.parameters())
             owner = {p: both[0] if any(p is q for q in matrices) else both[1] for p in parameters}

@@ -309,7 +309,8 @@ class WholeCredit:
         """Return the memory of all that is kept between steps."""
         held = [*self.decays.values(), *(h for h, _ in self.inherited.values())]
         if isinstance(self.store, SketchStore):
-            held += [*self.store.known_whole.values()]
+            held += [*self.store.known_whole.values(), *(self.store.known or [])]
+            held += [w for epoch in self.store.epochs.values() for w in epoch.weights]
             return self.store.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
         return self.store.nbytes() + sum(x.nbytes for x in held)
 
