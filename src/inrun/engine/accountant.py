@@ -39,12 +39,12 @@ _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionar
 class Accountant:
     """Tells what every training sample was worth to the model, while it trains.
 
-    Every move of the weights is made of pushes, and every push is a sample's. Under *whole credit* (the default where the optimizers
-    allow it) the use of a sample is paid at its own step and at every later one in which the optimizer still remembers its gradient:
-    credit = Σ_t κ_t ⟨g_n, D_t⟩ with g_n the part of the batch gradient that flows through sample n's rows, κ_t what the optimizer's
-    memory lets through at step t, and D_t the realised factor of that step times the validation gradient along its move. At every
-    step data + decay + inherited + residual = the fall of the loss: what samples were paid, weight decay, momentum from before
-    scoring began, and the error of the quadrature.
+    Every move of the weights is made of pushes, and every push is a sample's. Under *whole credit* (the default where the
+    optimizers allow it) the use of a sample is paid at its own step and at every later one in which the optimizer still remembers
+    its gradient: credit = Σ_t κ_t ⟨g_n, D_t⟩ with g_n the part of the batch gradient that flows through sample n's rows, κ_t what
+    the optimizer's memory lets through at step t, and D_t the realised factor of that step times the validation gradient along its
+    move. At every step data + decay + inherited + residual = the fall of the loss: what samples were paid, weight decay, momentum
+    from before scoring began, and the error of the quadrature.
 
     In the *step game* only the step's own batch is paid, c_n = ⟨g_n, v⟩ with the step's direction v, and
     data + momentum + decay + residual = the fall: what earlier samples' pushes still did is the momentum account.

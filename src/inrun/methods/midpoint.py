@@ -65,4 +65,7 @@ class Midpoint(Method):
 
     def finer(self) -> str:
         """More points, or shorter steps."""
-        return 'Take quadrature="gauss3" or finer: the gradient turns along the way; or a smaller learning rate.'
+        return (
+            "Take a smaller learning rate: the gradient turns along the way, and rough steps take more points by themselves. "
+            'If quadrature= was given, leave it out, or take "gauss3" or finer.'
+        )
