@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from inrun.engine.credit.keeper import EARLY_TIMES, Payment, WholeCredit
 from inrun.engine.credit.move import WholeMove
-from inrun.engine.credit.stores import SketchStore
+from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.directions import Direction, Sketch
 from inrun.engine.factors import Factors
 from inrun.engine.look import StepLook
