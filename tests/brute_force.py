@@ -42,20 +42,27 @@ def lion(m, z, group, count, state):
     return b2 * m + (1 - b2) * z, b1 * m + (1 - b1) * z
 
 
+def divided(m, z, group, count, state):
+    """RMSprop with momentum: every push is divided by the size of its own step."""
+    variance = state["square_avg"] - state["grad_avg"] ** 2 if group["centered"] else state["square_avg"]
+    m = group["momentum"] * m + z / (variance.sqrt() + group["eps"])
+    return m, m
+
+
 def none(m, z, group, count, state):
     return m, z
 
 
-def adam_gain(state, group, t):
+def adam_gain(state, group, t, q):
     v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     return group["lr"] / (1 - group["betas"][0] ** t) / ((v / (1 - group["betas"][1] ** t)).sqrt() + group["eps"])
 
 
-def nadam_gain(state, group, t):
+def nadam_gain(state, group, t, q):
     return group["lr"] / ((state["exp_avg_sq"] / (1 - group["betas"][1] ** t)).sqrt() + group["eps"])
 
 
-def radam_gain(state, group, t):
+def radam_gain(state, group, t, q):
     (b1, b2), longest = group["betas"], 2 / (1 - group["betas"][1]) - 1
     rho = longest - 2 * t * b2**t / (1 - b2**t)
     if rho <= 5:
@@ -64,19 +71,24 @@ def radam_gain(state, group, t):
     return group["lr"] / (1 - b1**t) * rect * math.sqrt(1 - b2**t) / (state["exp_avg_sq"].sqrt() + group["eps"])
 
 
-def adamax_gain(state, group, t):
+def adamax_gain(state, group, t, q):
     return group["lr"] / (1 - group["betas"][0] ** t) / state["exp_inf"]
 
 
-def lr_gain(state, group, t):
+def lion_gain(state, group, t, q):
+    return group["lr"] * torch.where(q == 0, 0.0, torch.sign(q) / torch.where(q == 0, 1.0, q))
+
+
+def lr_gain(state, group, t, q):
     return group["lr"]
 
 
 class Brute:
     """Watches a run from outside; ``step`` is called when the optimizer has stepped."""
 
-    def __init__(self, parameters: list[nn.Parameter], push: Callable, gain: Callable | None, adaptive: bool, points: int) -> None:
-        self.parameters, self.push, self.gain, self.adaptive = parameters, push, gain, adaptive
+    def __init__(self, parameters: list[nn.Parameter], push: Callable, gain: Callable | None, early: int, points: int) -> None:
+        """``early`` steps of a tensor have one factor for all of it."""
+        self.parameters, self.push, self.gain, self.early = parameters, push, gain, early
         self.nodes = np.polynomial.legendre.leggauss(points)
         self.count = [0] * len(parameters)
         #: By step, sample and parameter; the last player of all is decay.
@@ -130,10 +142,12 @@ class Brute:
             if self.gain is None:
                 gain = torch.where(whole == 0, 0.0, real / torch.where(whole == 0, 1.0, whole))
             else:
-                gain = self.gain(state, group, self.count[i])
-                self.off = max(self.off, float((gain * whole - real).abs().max() / real.abs().max().clamp_min(1e-300)))
+                gain = self.gain(state, group, self.count[i], whole)
+                clear = whole.abs() > 1e-12 * whole.abs().max()  # a sum that cancels to rounding has no sign
+                missed = torch.where(clear, gain * whole - real, 0.0)
+                self.off = max(self.off, float(missed.abs().max() / real.abs().max().clamp_min(1e-300)))
             d = gain * average[i]
-            if self.adaptive and self.count[i] <= 3:
+            if self.count[i] <= self.early:
                 d = whole * ((whole * d).sum() / (whole * whole).sum().clamp_min(1e-300))
             books["decay"] += beside * float((before[i] * average[i]).sum()) + float((decayed * d).sum())
             for s, n, q in parts:

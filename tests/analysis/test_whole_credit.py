@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from inrun.analysis import queries
 from inrun.analysis.curate import curate
 from inrun.analysis.shares import shares
 from inrun.cli.main import cli
+from inrun.errors import ConfigurationError
 from inrun.ledger import Ledger, SettledCredits, StepRecord
 
 STEPS, WINDOW = 6, 2
@@ -70,6 +72,30 @@ def test_curate(run, tmp_path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("whole credit" in card) == is_whole(run)
     assert ("the uses of 2 steps are pending" in card) == is_whole(run)
+
+
+@pytest.mark.parametrize(("error", "drops"), [(7.5, True), (8.5, False), (0.0, True)])
+def test_a_score_within_its_estimate_error_is_not_negative(tmp_path, error: float, drops: bool) -> None:
+    """-8 with an error of 8.5 may as well be above zero: the default rule keeps it, a rule in words need not."""
+    with Ledger(tmp_path / "run", about={"method": "midpoint", "update": "realised", "credit": "whole"}) as ledger:
+        ledger.register_samples([{"sample_id": i} for i in range(4)])
+        for step in range(2):
+            ledger.write(record(step) if step == 0 else dataclasses.replace(record(step), settled=()))
+        ledger.settle([dataclasses.replace(settled(0), errors={"v": np.float32([error, 0])})])
+    out = curate(Ledger.open(tmp_path / "run"), tmp_path / "out")
+    dropped = {json.loads(line)["sample_id"] for line in (tmp_path / "out" / "dropped.jsonl").read_text().splitlines()}
+    assert dropped == ({0, 3} if drops else {3})  # 3 is pending: -1 so far, without an error
+    assert "estimate_error" in out.rule
+    assert curate(Ledger.open(tmp_path / "run"), tmp_path / "other", keep="score > 0").dropped == 2
+    kept = curate(Ledger.open(tmp_path / "run"), tmp_path / "third", keep="estimate_error > 8").kept
+    assert kept == int(error > 8)
+
+
+def test_no_rule_by_an_estimate_that_there_is_not(run, tmp_path) -> None:
+    if is_whole(run):
+        return
+    with pytest.raises(ConfigurationError, match="only whole credit"):
+        curate(run, tmp_path / "out", keep="estimate_error < 1")
 
 
 def test_shares(run) -> None:

@@ -143,7 +143,9 @@ def test_folds_average_to_the_whole_set(method: str) -> None:
     for name, fn in (("whole", lambda m: per_point(rows)(m).mean()), ("folds", inrun.folds(per_point(rows), 3))):
         model = tiny()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with inrun.Accountant(model, optimizer, {"v": fn}, method=method, audit_every=1) as accountant:
+        # At rough steps folds may ask for more points than their mean does; a rule that is named is kept.
+        rule = {"quadrature": "midpoint"} if method == "midpoint" else {}
+        with inrun.Accountant(model, optimizer, {"v": fn}, method=method, audit_every=1, **rule) as accountant:
             for step in range(3):
                 found[name] = train_step(accountant, model, optimizer, batch(4, step))
             table = accountant.scores()

@@ -230,7 +230,7 @@ def test_options_changed_inside_the_step(make, name: str, value) -> None:
     game.optimizers[0].zero_grad()
     if name == "lr":
         return
-    with game.accountant("midpoint") as accountant, accountant.step(range(N)):
+    with game.accountant("midpoint", quadrature="midpoint") as accountant, accountant.step(range(N)):
         losses(game.model, game.x[3]).sum().backward()
         group[name] = value
         with accountant.paused():
@@ -299,7 +299,7 @@ def test_interrupt_inside_a_validation_pass(method: str) -> None:
     def interrupted(model: nn.Module) -> Tensor:
         loss = usual(model)
         calls.append(1)
-        if len(calls) == 6:
+        if len(calls) == (9 if method == "midpoint" else 6):  # somewhere in the second step
             raise KeyboardInterrupt
         return loss
 
@@ -694,7 +694,9 @@ def test_points_folds_and_sets_side_by_side(method: str) -> None:
     def run(fn) -> list[dict[str, Tensor]]:
         model = tiny()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        with inrun.Accountant(model, optimizer, fn, method=method, audit_every=1) as accountant:
+        # More points would be taken for all sets together, where one of them asks for it.
+        rule = {"quadrature": "midpoint"} if method == "midpoint" else {}
+        with inrun.Accountant(model, optimizer, fn, method=method, audit_every=1, **rule) as accountant:
             return [train_step(accountant, model, optimizer, batch(4, i), clip=0.5).contributions for i in range(2)]
 
     together = run({"points": points, "twice": lambda m: 2 * points(m)[1], "folds": inrun.folds(points, 3)})

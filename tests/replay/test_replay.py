@@ -338,6 +338,8 @@ def test_steps_by_themselves_are_scored_by_the_step_game_and_it_is_said(folder, 
     assert part.credit == "whole" and {s for s, _, _ in credits(folder / "part", "late")} == set(range(15))
     lines = study(source, ["code"], ["exact", "before"], 12)
     assert [c.mode for c in lines][:2] == ["exact", "before"] and lines[0].spearman > 0.9
+    secant = study(source, ["code"], ["exact"], 12, Look(update="secant"))  # the control: other shares than those that were live
+    assert abs(lines[0].spread - 1) < abs(secant[0].spread - 1) and lines[0].pearson > secant[0].pearson
 
 
 def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):

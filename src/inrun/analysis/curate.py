@@ -87,7 +87,8 @@ def curate(
         validation: The sets to judge by (default: all).
         combine: How several sets become one verdict: see ``COMBINE``.
         view: How uses are seen.
-        z: The default rule drops what is negative by more than ``z`` standard errors (without folds: what is negative).
+        z: The default rule drops what is negative by more than ``z`` standard errors (without folds: what is negative), and by more
+            than its ``estimate_error`` where whole credit was estimated.
         drop_unused: Drop samples that were never used; they are kept otherwise, as nothing speaks against them.
         by: The column of which the card tells shares (default: ``domain`` if there is one).
         fmt: "jsonl" or "parquet".
@@ -168,7 +169,12 @@ def _align(table: pa.Table, ids: npt.NDArray[np.int64]) -> Judged:
         values[hit] = table[column].to_numpy()[place[hit]]
         return values
 
-    return Judged(spread("score", np.nan), spread("standard_error", np.nan), spread("times_used", 0.0))
+    return Judged(
+        score=spread("score", np.nan),
+        standard_error=spread("standard_error", np.nan),
+        times_used=spread("times_used", 0.0),
+        estimate_error=spread("estimate_error", np.nan),
+    )
 
 
 def _mean(sets: list[Judged]) -> Judged:
@@ -177,7 +183,9 @@ def _mean(sets: list[Judged]) -> Judged:
     score = sum((s.score for s in sets[1:]), sets[0].score) / k
     error = np.sqrt(sum((s.standard_error**2 for s in sets[1:]), sets[0].standard_error ** 2)) / k
     uses = np.where(np.isfinite(score), np.max([s.times_used for s in sets], axis=0), 0.0)
-    return Judged(score, error, uses)
+    # The sets share one estimate of a sample's push: a mean over them is no more exact than one.
+    estimate = np.sqrt(sum((s.estimate_error**2 for s in sets[1:]), sets[0].estimate_error ** 2) / k)
+    return Judged(score, error, uses, estimate)
 
 
 def _any(masks: list[Mask]) -> Mask:

@@ -28,6 +28,8 @@ class Judged:
     score: Values
     standard_error: Values
     times_used: Values
+    #: How well the score itself is known, under whole credit with sketches; NaN where nothing was estimated.
+    estimate_error: Values
 
     @property
     def used(self) -> Mask:
@@ -73,11 +75,14 @@ def make_rule(tables: Tables, keep: str | None, top_fraction: float | None, quot
         return _quota_rule(tables, quota)
 
     def clear(j: Judged, _: dict[str, Judged]) -> Mask:
-        error = np.where(np.isfinite(j.standard_error), j.standard_error, 0.0)
-        return ~(j.score + z * error < 0)
+        # A score that is smaller than the error it was estimated with has no sign to judge by, with folds or without.
+        margin = np.maximum(z * np.nan_to_num(j.standard_error), np.nan_to_num(j.estimate_error))
+        return ~(j.score + margin < 0)
 
     return CurationRule(
-        f"dropped is what scores below zero by more than {z:g} standard errors; without folds, what scores below zero", clear
+        f"dropped is what scores below zero by more than {z:g} standard errors (without folds, what scores below zero), and by "
+        "more than the estimate_error of the score, if it has one",
+        clear,
     )
 
 
@@ -141,7 +146,7 @@ def _quota_rule(tables: Tables, quota: Sequence[str]) -> CurationRule:
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<op><=|>=|==|!=|<|>)|(?P<par>[()])|(?P<word>(?:and|or)\b)"
-    r"|(?P<column>score|standard_error|times_used)(?:\.(?:\"(?P<quoted>[^\"]*)\"|(?P<name>[^\s<>=!()\"]+)))?(?=[\s<>=!()]|$)"
+    r"|(?P<column>score|standard_error|estimate_error|times_used)(?:\.(?:\"(?P<quoted>[^\"]*)\"|(?P<name>[^\s<>=!()\"]+)))?(?=[\s<>=!()]|$)"
     r"|(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(?=[\s<>=!()]|$))"
 )
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
@@ -157,8 +162,8 @@ _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
 def parse_rule(text: str) -> CurationRule:
     """Read a rule: ``COLUMN OP NUMBER``, joined by ``and`` and ``or`` (``and`` binds closer), with parentheses.
 
-    Columns are ``score``, ``standard_error`` and ``times_used`` of the set that is judged, or of a certain one: ``score.math``,
-    ``score."odd name"``. A comparison with a value that is missing is false.
+    Columns are ``score``, ``standard_error``, ``estimate_error`` and ``times_used`` of the set that is judged, or of a certain
+    one: ``score.math``, ``score."odd name"``. A comparison with a value that is missing is false.
     """
     tokens = list(_tokens(text))
     names: list[str] = []
@@ -171,7 +176,7 @@ def parse_rule(text: str) -> CurationRule:
 def _bad_rule(text: str, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the rule {text!r} cannot be read: {why}. Accepted is for example 'score > 0 and times_used >= 2' with the columns score, "
-        "standard_error, times_used, or score.NAME of a validation set"
+        "standard_error, estimate_error, times_used, or score.NAME of a validation set"
     )
 
 
@@ -234,6 +239,8 @@ def _comparison(column: str, name: str | None, compare: Callable[[Any, Any], Any
         judged = j if name is None else sets[name]
         if column == "standard_error" and not judged.folds:
             raise ConfigurationError("the rule asks for standard_error, and the validation set has none: it is not in folds")
+        if column == "estimate_error" and not np.isfinite(judged.estimate_error).any():
+            raise ConfigurationError("the rule asks for estimate_error, and nothing was estimated: only whole credit has it")
         values = getattr(judged, column)
         return np.asarray(compare(values, number) & ~np.isnan(values), bool)
 

@@ -33,22 +33,23 @@ def _accounts(s: SetSummary, whole: bool) -> list[str]:
         share = "" if value is None or not s.fall else f"{100 * value / s.fall:7.1f} %"
         return f"  {label:<10}{shown:>14}  {share:>9}  {note}"
 
-    error = "" if s.data_error is None else f", ± {s.data_error:.2g} over the folds"
+    folds = "" if s.data_error is None else f", ± {s.data_error:.2g} over the folds"
     paid = (
         "parts paid to samples at these steps, for all their pushes so far"
         if whole
         else "contributions of the samples of these steps"
     )
-    lines = [line("fall", s.fall, "of the validation loss over the audited steps"), line("data", s.data, f"{paid}{error}")]
+    lines = [line("fall", s.fall, "of the validation loss over the audited steps"), line("data", s.data, f"{paid}{folds}")]
     if whole:
-        lines.append(line("decay", s.decay, "weight decay"))
+        lines.append(line("decay", s.decay, "weight decay, at once and as the optimizer remembers it"))
         lines.append(line("inherited", s.inherited, "momentum from before scoring began"))
     elif s.momentum is not None and s.decay is not None:
         lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
         lines.append(line("decay", s.decay, "weight decay"))
     else:
         lines.append(line("optimizer", s.optimizer, "momentum and decay: what a step does without its gradient"))
-    lines.append(line("residual", s.residual, "the method's own error on the data's part"))
+    error = "the quadrature's error on the whole move" if whole else "the method's own error on the data's part of the move"
+    lines.append(line("residual", s.residual, error))
     return lines
 
 

@@ -61,7 +61,8 @@ def judge(s: SetSummary, method: str, update: str, credit: str) -> Verdict:
         words = f"{size}. Too little to judge: not audited were outsized steps that hold {percent(sum(o.share for o in unseen))}."
         return Verdict("thin", "outsized steps were not audited, too little to judge", words)
     if relative <= BALANCED:
-        return Verdict("balanced", "the books balance", f"{size}: the books balance.")
+        yet = f" Yet outsized steps hold {percent(s.outsized_share)} of Σ|c|." if s.outsized else ""
+        return Verdict("balanced", "the books balance", f"{size}: the books balance.{yet}")
     return Verdict("rough", "ranks hold, sums are rough", f"{size}: ranks hold, sums are off by about that much.")
 
 

@@ -211,8 +211,10 @@ def audit(run: str, as_json: bool) -> None:
 @click.command(
     epilog="""\b
 Rules (one of them):
-  (none)                          dropped is what is negative by more than 2 standard errors; without folds, what is negative
-  --keep "score > 0 and times_used >= 2"      columns: score, standard_error, times_used, score.NAME
+  (none)                          dropped is what is negative by more than 2 standard errors; without folds, what is negative;
+                                  never what is within the error of its own estimate (whole credit by sketches)
+  --keep "score > 0 and times_used >= 2"      columns: score, standard_error, estimate_error, times_used,
+                                  score.NAME
   --top-fraction 0.8              the best 80 % of the scored samples
   --quota domain=0.9              the best 90 % of every domain; --quota domain:web=0.5 of one
 \b

@@ -39,8 +39,16 @@ _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionar
 class Accountant:
     """Tells what every training sample was worth to the model, while it trains.
 
-    Each optimizer step's change of the validation loss is shared out among the samples of its batch,
-    c_n = ⟨g_n, v⟩ with g_n the part of the batch gradient that flows through sample n's rows and v the step's direction.
+    Every move of the weights is made of pushes, and every push is a sample's. Under *whole credit* (the default where the
+    optimizers allow it) the use of a sample is paid at its own step and at every later one in which the optimizer still remembers
+    its gradient: credit = Σ_t κ_t ⟨g_n, D_t⟩ with g_n the part of the batch gradient that flows through sample n's rows, κ_t what
+    the optimizer's memory lets through at step t, and D_t the realised factor of that step times the validation gradient along its
+    move. At every step data + decay + inherited + residual = the fall of the loss: what samples were paid, weight decay, momentum
+    from before scoring began, and the error of the quadrature.
+
+    In the *step game* only the step's own batch is paid, c_n = ⟨g_n, v⟩ with the step's direction v, and
+    data + momentum + decay + residual = the fall: what earlier samples' pushes still did is the momentum account.
+
     Positive means the sample lowered the validation loss; the unit is that of the loss.
 
     Args:
@@ -72,8 +80,10 @@ class Accountant:
         validation_mode: "eval" (default) or "train": the mode the model is in during validation passes.
         check_rows: Verify, by exchanging a sample, that rows belong to samples: at the first step, on new shapes, on audited
             steps and now and then.
-        quadrature: For "midpoint": by which points the gradient is averaged along the data's part of the move:
-            "midpoint" (default), "trapezoid", "simpson", "gauss2" to "gauss32".
+        quadrature: By which points the gradient is averaged along the move (whole credit) or its data's part (method "midpoint"):
+            None ("adaptive") takes the middle, and at rough steps more points, at most 33, until the residual is below 1 % of Σ|c|.
+            A rule that is named ("midpoint", "trapezoid", "simpson", "gauss2" to "gauss32") is kept at every step of the step game;
+            under whole credit it is where rough steps begin.
         hessian: For "second": "double" (double backward) or "differences" (two more gradients, for losses that cannot be
             differentiated twice; on a small GPT exact to about 0.1 % in float32).
         deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
@@ -192,9 +202,12 @@ class Accountant:
         step = self._run.open_step
         return step if isinstance(step, Step) else None
 
-    def seek(self, step: int, afresh: bool = True) -> None:
-        """Go on as if this were the next step (for replays of a recorded run); ``afresh`` reuses nothing of steps before."""
-        self._run.seek(step, afresh)
+    def seek(self, step: int, afresh: bool = True, rough: bool | None = None) -> None:
+        """Go on as if this were the next step (for replays of a recorded run).
+
+        ``afresh`` reuses nothing of steps before; ``rough`` tells whether the recorded step took more points (None: not known).
+        """
+        self._run.seek(step, afresh, rough)
 
     @property
     def refresh(self) -> int:
@@ -272,9 +285,12 @@ class Accountant:
         return [] if self._run.credit is None else self._run.credit.so_far()
 
     def summary(self) -> Summary:
-        """Return the books of the run so far: data, momentum, decay, residual, the worst steps, and what they mean.
+        """Return the books of the run so far, the worst steps, and what they mean.
 
-        ``print(accountant.summary())`` shows a page per validation set. Only audited steps measure the accounts.
+        Under whole credit: data, decay, inherited (momentum from before scoring began) and residual (the quadrature's error on the
+        whole move). In the step game: data, momentum, decay and residual (the method's error on the data's part of the move).
+        ``print(accountant.summary())`` shows a page per validation set. Losses are measured at audited and at rough steps, and only
+        those have a residual.
         """
         uses = getattr(self.ledger, "uses", None)
         if isinstance(self.ledger, LedgerReader):
@@ -289,7 +305,7 @@ class Accountant:
         return found  # type: ignore[no-any-return]
 
     def held_bytes(self) -> int:
-        """Return the memory that is held between steps, to be reused."""
+        """Return the memory that is held between steps: buffers to be reused and, under whole credit, all that the window needs."""
         return self._run.buffers.nbytes() + (0 if self._run.credit is None else self._run.credit.nbytes())
 
     def fidelity(self, sample_losses: Callable[[nn.Module], Tensor], **options: Any) -> FidelityReport:

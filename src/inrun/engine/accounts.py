@@ -1,4 +1,4 @@
-"""The accounts of an audited step: what the data did, what the optimizer did by itself, and the method's own error.
+"""The accounts of an audited (or rough) step: what the data did, what the optimizer did by itself, and the method's own error.
 
 All but ``data`` are measured by forward passes at w, w + decay, w + δ_∅ and w', never taken as a remainder of the others:
 
@@ -36,8 +36,9 @@ class Account:
     decay: float | None = None
     #: The method's own error on the data's part of the move; under whole credit, on the whole move.
     residual: float | None = None
-    #: Under whole credit: what the optimizer's memory from before scoring began did, and how many points were taken.
+    #: Under whole credit: what the optimizer's memory from before scoring began did.
     inherited: float | None = None
+    #: How many points of the move validation gradients were taken at; None for methods without a quadrature.
     points: int | None = None
 
 
@@ -50,19 +51,19 @@ class Losses:
     after_zero_move: Tensor | None = None
     after: Tensor | None = None
 
-    def account(self, columns: list[int], data: float, spread: float) -> Account | None:
+    def account(self, columns: list[int], data: float, spread: float, points: int | None = None) -> Account | None:
         """Return the account of a validation set, the mean over its columns."""
         if self.before is None or self.after is None:
             return None
         start, end = float(self.before[columns].mean()), float(self.after[columns].mean())
         if self.after_zero_move is None:
-            return Account(start, end, data, spread)
+            return Account(start, end, data, spread, points=points)
         middle = float(self.after_zero_move[columns].mean())
         momentum = decay = None
         if self.after_decay is not None:
             shrunk = float(self.after_decay[columns].mean())
             decay, momentum = start - shrunk, shrunk - middle
-        return Account(start, end, data, spread, start - middle, momentum, decay, middle - end - data)
+        return Account(start, end, data, spread, start - middle, momentum, decay, middle - end - data, points=points)
 
     def measure_zero_move(self, path: UpdatePath | None, validation: Validation, step: int) -> None:
         """Fill in the losses at w (unless known), w + decay and w + δ_∅, right before the optimizers step."""

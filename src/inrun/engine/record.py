@@ -26,7 +26,7 @@ class StepResult:
     contributions: dict[str, Tensor]
     #: With folds, the standard error of each contribution, ``[n]``.
     standard_errors: dict[str, Tensor]
-    #: Per validation set; None on steps that were not audited.
+    #: Per validation set; None on steps that were neither audited nor rough.
     accounts: dict[str, Account | None]
     #: Validation losses where the method took their gradients (``first``: at the weights before the step).
     losses: dict[str, float]
@@ -69,6 +69,8 @@ class FinishedStep:
     kept_bytes: int
     expected_bytes: int
     zero_gains: int
+    #: In the step game: how many quadrature points the method took; None where it takes none.
+    points: int | None = None
     #: Under whole credit: the books of the step, and what was settled with it.
     books: WholeBooks | None = None
     settled: tuple[SettledCredits, ...] = ()
@@ -121,7 +123,7 @@ class FinishedStep:
         """Return the rows of the ledger: one column per validation set, point or fold."""
         host = self.contributions.detach().to("cpu", torch.float32)
         rows: list[dict[str, Any]] = []
-        spreads = self._spreads()
+        held = self._spreads()
         for j, column in enumerate(self.columns):
             part = self.contributions[:, j].double()
             account = None if self.skipped else self._account([j], float(part.sum()), float(part.abs().sum()))
@@ -133,12 +135,12 @@ class FinishedStep:
                     "loss_before": self._loss_before(j),
                     "loss_after": None if account is None else account.loss_after,
                     "data": None if self.skipped else float(part.sum()) if books is None else float(books.data[j]),
-                    "spread": None if self.skipped else spreads[j],
+                    "spread": None if self.skipped else held[j],
                     "optimizer": None if account is None else account.optimizer,
                     "momentum": None if account is None else account.momentum,
                     "decay": float(books.decay[j]) if books is not None else None if account is None else account.decay,
                     "inherited": None if books is None else float(books.inherited[j]),
-                    "points": None if books is None else books.points,
+                    "points": None if self.skipped else self.points if books is None else books.points,
                     "residual": None if account is None else account.residual,
                     "lr": self.lr[0],
                     "clip": self.clip[0],
@@ -159,7 +161,7 @@ class FinishedStep:
         """Return the account of a set's columns; under whole credit from the books of the step."""
         books = self.books
         if books is None:
-            return self.places.account(js, data, spread)
+            return self.places.account(js, data, spread, self.points)
         if books.before is None or books.after is None or books.residual is None:
             return None
         mean = {name: float(getattr(books, name)[js].mean()) for name in ("before", "after", "data", "spread", "decay")}
@@ -177,16 +179,17 @@ class FinishedStep:
     def _spreads(self) -> list[float]:
         if self.books is not None:
             return [float(x) for x in self.books.spread]
-        return self._spreads_of_contributions()
+        return spreads(self.columns, self.contributions)
 
-    def _spreads_of_contributions(self) -> list[float]:
-        """Return Σ|c_n| per column; of folds that of their mean, since it is the set's residual that is compared with it."""
-        groups: dict[str, list[int]] = {}
-        for j, column in enumerate(self.columns):
-            groups.setdefault(column.set_name, []).append(j)
-        found = [0.0] * len(self.columns)
-        for js in groups.values():
-            spread = float(self.contributions[:, js].double().mean(1).abs().sum())
-            for j in js:
-                found[j] = spread
-        return found
+
+def spreads(columns: list[Label], contributions: Tensor) -> list[float]:
+    """Return Σ|c_n| per column of ``[n, k]``; of folds that of their mean: it is the set's residual that is compared with it."""
+    groups: dict[str, list[int]] = {}
+    for j, column in enumerate(columns):
+        groups.setdefault(column.set_name, []).append(j)
+    found = [0.0] * len(columns)
+    for js in groups.values():
+        spread = float(contributions[:, js].double().mean(1).abs().sum())
+        for j in js:
+            found[j] = spread
+    return found

@@ -16,12 +16,12 @@ from inrun.engine.audits import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
 from inrun.engine.credit.keeper import WholeCredit
-from inrun.engine.credit.settlement import Usual
 from inrun.engine.credit.state import credit_state, load_credit_state
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
 from inrun.engine.record import StepResult
+from inrun.engine.refinement import Usual
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.engine.validation import Gradients
@@ -69,9 +69,11 @@ class Run:
         self.moved: list[Scored] | None = None
         self.hessian_checked = False
         plan = setup.credit
-        #: Whole credit, if it is kept; what steps are usually like.
+        #: Whole credit, if it is kept; what steps are usually like, where rough ones are looked at more closely.
         self.credit = None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch)
         self.usual = Usual()
+        #: In a replay: whether the coming step took more points when it was scored live; None where that is not known.
+        self.known_rough: bool | None = None
         self.open_step: OpenStep | None = None
         self.flag = StepFlag()
         self._reused: tuple[Gradients, int] | None = None
@@ -118,12 +120,13 @@ class Run:
         self.last, self.moved, self.hessian_checked = result, moved, hessian_checked
         self.audits.finish(self.steps_done, result.audited)
         self.steps_done += 1
+        self.known_rough = None
 
-    def seek(self, step: int, afresh: bool = True) -> None:
+    def seek(self, step: int, afresh: bool = True, rough: bool | None = None) -> None:
         """Go on from another step; ``afresh`` takes new validation gradients there and may audit it."""
         if self.open_step is not None:
             raise StepError("a step is open; leave it first")
-        self.steps_done = step
+        self.steps_done, self.known_rough = step, rough
         if afresh:
             self._reused = None
             self.audits.replan(step)
@@ -149,7 +152,8 @@ class Run:
             "step": self.steps_done,
             "audit": self.audits.state_dict(),
             "moved": None if self.moved is None else [s.name for s in self.moved],
-            **({} if self.credit is None else {"credit": credit_state(self.credit), "usual": self.usual.state_dict()}),
+            "usual": self.usual.state_dict(),
+            **({} if self.credit is None else {"credit": credit_state(self.credit)}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -158,9 +162,10 @@ class Run:
         moved = state.get("moved")
         self.moved = None if moved is None else [s for s in self.setup.scored if s.name in set(moved)]
         self.audits.load_state_dict(state["audit"])
+        if "usual" in state:
+            self.usual.load_state_dict(state["usual"])
         if self.credit is not None and state.get("credit") is not None:
             load_credit_state(self.credit, state["credit"])
-            self.usual.load_state_dict(state["usual"])
         elif self.credit is not None:
             log.warning("inrun: the saved state has no open windows: what the optimizer remembers is booked as inherited")
 

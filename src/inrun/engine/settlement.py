@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,26 @@ from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance
 from inrun.engine.directions import Directions
 from inrun.engine.factors import Factors
 from inrun.engine.microbatch import Microbatch, Replayed
+from inrun.engine.settling import Settling
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored
 from inrun.errors import StepError
 from inrun.layers import GradientShape
 
+#: A kept gradient, and the microbatch that it is of.
+Held = tuple[Microbatch, GradientShape]
 
-class Settlement:
+
+@dataclass(frozen=True)
+class Contracted:
+    """How what was kept of one parameter was contracted: rows of the weight or all, direction, and Σ_n before the factor."""
+
+    rows: Tensor | None
+    v: Tensor
+    contributed: Tensor
+
+
+class Settlement(Settling):
     """The contributions of one step, as its optimizers step one after the other."""
 
     def __init__(
@@ -35,10 +49,8 @@ class Settlement:
         quietly: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """``quietly`` makes a context in which modules that run again are not observed."""
+        super().__init__()
         self.setup, self.directions, self.factors, self.step, self.quietly = setup, directions, factors, step, quietly
-        #: Optimizers whose parameters are settled.
-        self.settled: set[int] = set()
-        self.kept_bytes = 0
         #: Per microbatch, ``[n, k]``.
         self._totals: dict[Microbatch, Tensor] = {}
         #: Modules without a rule that were contracted at the end of their microbatch, ``[n, k]`` before any factor.
@@ -47,27 +59,13 @@ class Settlement:
         self._booked: dict[tuple[Replayed, str], set[int]] = {}
         self._balances: dict[nn.Parameter, Balance] = {}
 
-    @property
-    def begun(self) -> bool:
-        """Whether some optimizer has stepped or is about to."""
-        return bool(self.settled)
-
-    def has(self, optimizer: int) -> bool:
-        """Whether an optimizer's parameters are settled."""
-        return optimizer in self.settled
-
-    def hold_back(self, optimizer: int) -> None:
-        """The scaler lets nothing step: there is nothing to settle."""
-        self.settled.add(optimizer)
-
     def begin(self, microbatches: list[Microbatch], columns: int) -> None:
         """The number of columns is known now."""
-        self._totals = {m: torch.zeros(m.n, columns, dtype=m.dtype, device=m.device) for m in microbatches}
+        self._totals = _zeros(microbatches, columns)
 
     def contributions(self, microbatches: list[Microbatch], columns: int) -> Tensor:
         """Return all rows of the step, ``[n, k]``; zeros where no optimizer stepped."""
-        zeros = [torch.zeros(m.n, columns, dtype=m.dtype, device=m.device) for m in microbatches]
-        return torch.cat([self._totals.get(m, z) for m, z in zip(microbatches, zeros, strict=True)])
+        return torch.cat([self._totals.get(m, zeros) for m, zeros in _zeros(microbatches, columns).items()])
 
     # Modules without a rule
 
@@ -161,7 +159,20 @@ class Settlement:
 
     def _settle_kept(self, optimizer: int, microbatches: list[Microbatch], factor: float, checked: bool) -> float:
         """Contract what was kept, one parameter after the other so that each direction is made once."""
-        waiting: dict[Scored, list[tuple[Microbatch, GradientShape]]] = {}
+        spent = 0.0
+        for s, held in self._waiting(optimizer, microbatches).items():
+            shapes = [shape for _, shape in held]
+            self.kept_bytes += sum(shape.nbytes for shape in shapes)
+            found = self._contract(s, held, factor, self._totals)
+            if found is not None and checked:
+                began = time.perf_counter()
+                self._balance_kept(s, shapes, found, factor)
+                spent += time.perf_counter() - began
+        return spent
+
+    def _waiting(self, optimizer: int, microbatches: list[Microbatch]) -> dict[Scored, list[Held]]:
+        """Return what was kept of an optimizer's parameters; none of those whose calls took no part in any backward."""
+        waiting: dict[Scored, list[Held]] = {}
         for micro in microbatches:
             for kept in micro.kept:
                 if kept.scored.optimizer == optimizer:
@@ -173,37 +184,38 @@ class Settlement:
                     self._check_replay(replayed)
                 for name, s in mine:
                     waiting.setdefault(s, []).extend((micro, x) for x in replayed.shapes(name, micro.n, self.quietly).values())
-        spent = 0.0
-        for s, held in waiting.items():
-            if not held:  # its calls took no part in any backward
-                continue
-            shapes = [shape for _, shape in held]
-            self.kept_bytes += sum(shape.nbytes for shape in shapes)
-            rows = _joint_rows(shapes) if self.directions.rules[s.optimizer].elementwise else None
-            v = self.directions.deferred(s, rows)
-            if v is None:
-                continue
-            turned = v
-            if self.factors.reworked(optimizer):
-                total = torch.stack([shape.total() for shape in shapes]).sum(0)
-                ratio = self.factors.rework(s, total, self.step)
-                turned = v * (ratio if rows is None else ratio[rows])
-            contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
-            for micro, shape in held:
-                c = shape.contract(turned) if rows is None else shape.contract_touched(rows, turned)
-                self._totals[micro].add_(c.to(micro.dtype), alpha=factor)
-                contributed += c.double().sum(0)
-            if checked:
-                began = time.perf_counter()
-                self._balance_kept(s, shapes, rows, v, contributed, factor)
-                spent += time.perf_counter() - began
-        return spent
+        return {s: held for s, held in waiting.items() if held}
+
+    def _contract(self, s: Scored, held: list[Held], factor: float, totals: dict[Microbatch, Tensor]) -> Contracted | None:
+        """Add what was kept of a parameter to ``totals``; None where no validation loss depends on it."""
+        shapes = [shape for _, shape in held]
+        rows = _joint_rows(shapes) if self.directions.rules[s.optimizer].elementwise else None
+        v = self.directions.deferred(s, rows)
+        if v is None:
+            return None
+        turned = v
+        if self.factors.reworked(s.optimizer):
+            total = torch.stack([shape.total() for shape in shapes]).sum(0)
+            ratio = self.factors.rework(s, total, self.step)
+            turned = v * (ratio if rows is None else ratio[rows])
+        contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+        for micro, shape in held:
+            c = shape.contract(turned) if rows is None else shape.contract_touched(rows, turned)
+            totals[micro].add_(c.to(micro.dtype), alpha=factor)
+            contributed += c.double().sum(0)
+        return Contracted(rows, v, contributed)
+
+    def tried(self, microbatches: list[Microbatch], columns: int) -> Tensor:
+        """Return the contributions of all optimizers by the directions as they stand, ``[n, k]``, where all wait; book nothing."""
+        totals = _zeros(microbatches, columns)
+        for optimizer, factor in self.factors.measured().items():
+            for s, held in self._waiting(optimizer, microbatches).items():
+                self._contract(s, held, factor, totals)
+        return torch.cat(list(totals.values()))
 
     # Conservation
 
-    def _balance_kept(
-        self, s: Scored, shapes: list[GradientShape], rows: Tensor | None, v: Tensor, contributed: Tensor, factor: float
-    ) -> None:
+    def _balance_kept(self, s: Scored, shapes: list[GradientShape], found: Contracted, factor: float) -> None:
         streamed = self.directions.streaming.get(s.parameter)
         if streamed is not None:
             # Other uses of this weight streamed: contract the kept ones with that direction too, then all must add up.
@@ -211,8 +223,8 @@ class Settlement:
             self._balances[s.parameter] = Balance(s, total, torch.zeros_like(total), torch.zeros_like(total))
             return
         gradient = s.used_gradient
-        expected, scale = inner(gradient if rows is None else gradient[rows], v)
-        self._balances[s.parameter] = Balance(s, contributed * factor, expected, scale)
+        expected, scale = inner(gradient if found.rows is None else gradient[found.rows], found.v)
+        self._balances[s.parameter] = Balance(s, found.contributed * factor, expected, scale)
 
     def _balance_streamed(self, mine: list[Scored], microbatches: list[Microbatch], factor: float) -> None:
         for s in mine:
@@ -250,3 +262,8 @@ def _joint_rows(shapes: list[GradientShape]) -> Tensor | None:
     if len(some) < len(rows):
         return None
     return some[0] if len(some) == 1 else torch.unique(torch.cat(some))
+
+
+def _zeros(microbatches: list[Microbatch], columns: int) -> dict[Microbatch, Tensor]:
+    """Return nothing yet, ``[n, k]`` per microbatch."""
+    return {m: torch.zeros(m.n, columns, dtype=m.dtype, device=m.device) for m in microbatches}

@@ -85,14 +85,19 @@ class Setup:
         rows = []
         for s in self.scored:
             for site in [site for site, name in s.uses if name in site.active()]:
-                waits = self.timing.waits_at(self.rules[s.optimizer], site.rule.sparse)
-                timing = "deferred" if waits else "streaming"
+                timing = self._timing_of(s, site)
                 rows.append(CoverageRow(s.name, site.name, site.rule.label, site.form, timing, s.parameter.numel()))
         moved = {s.parameter for s in self.scored}
         for name, p in self.model.named_parameters():
             if p.requires_grad and p not in moved:
                 rows.append(CoverageRow(name, name.rpartition(".")[0], "in no optimizer", "", "unmoved", p.numel()))
         return Coverage(tuple(rows))
+
+    def _timing_of(self, s: Scored, site: Site) -> str:
+        """Say when the gradients of one use are contracted, or what is kept of them."""
+        if self.credit is not None:
+            return "kept" if self.credit.exact else "sketched"
+        return "deferred" if self.timing.waits_at(self.rules[s.optimizer], site.rule.sparse) else "streaming"
 
     def about(self) -> dict[str, Any]:
         """Return what ``run.json`` says of the run."""

@@ -2,8 +2,8 @@
 
 enter        validation gradients and directions, where the method knows them by now; audit or not
 microbatch   forward and backward under observation; what was asked for arrives in the probes
-optimizer    factor (clip, scale), coverage, the move and its gradients, kept gradients; conservation if audited
-exit         contributions to the ledger, loss after if audited
+optimizer    factor (clip, scale), coverage, the move and its gradients, kept gradients; more points if rough; checks if audited
+exit         contributions to the ledger, loss after if audited or rough
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.accounts import Losses
+from inrun.engine.adaptive import StepRefinement
 from inrun.engine.capture import Occasion
 from inrun.engine.checks.gradients import GradientWatch
 from inrun.engine.credit.keeper import WholeCredit
@@ -30,6 +31,7 @@ from inrun.engine.microbatch import Allowance, Microbatch
 from inrun.engine.record import FinishedStep
 from inrun.engine.run import OpenStep, Run
 from inrun.engine.settlement import Settlement
+from inrun.engine.settling import Settling
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
@@ -50,7 +52,10 @@ class Step(OpenStep):
         self.run, self.setup, self._begin_run, self._finish_run = run, run.setup, begin, finish
         self.given_ids = None if ids is None else check_ids(ids)
         self.number = run.steps_done
-        self.audited = False
+        #: Whether conservation is checked; whether the accounts are measured, as at audited and at rough steps.
+        self.audited = self.measured = False
+        #: Quadrature points that validation gradients were taken at, in the step game.
+        self.points: int | None = None
         self.microbatches: list[Microbatch] = []
         self.columns: list[Label] = []
         self.losses: Tensor | None = None
@@ -76,7 +81,7 @@ class Step(OpenStep):
         run.open(self)
         self.number = run.steps_done
         try:
-            self.audited = run.audits.due(self.number)
+            self.audited = self.measured = run.audits.due(self.number)
             self.watch = GradientWatch(setup.scored)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
             self.path = UpdatePath(setup.scored, setup.rules, setup.update, run.buffers)
@@ -113,9 +118,7 @@ class Step(OpenStep):
         self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw=setup.refresh > 1)
         self.asks: Asks = self.directions
         self.factors = Factors(setup, self.watch, self.directions)
-        self.settlement: Settlement | WholeSettlement = Settlement(
-            setup, self.directions, self.factors, self.number, run.capture.paused
-        )
+        self.settlement: Settling = Settlement(setup, self.directions, self.factors, self.number, run.capture.paused)
         if not setup.method.deferred:
             self._take_gradients_before()
 
@@ -279,16 +282,37 @@ class Step(OpenStep):
             if self.look.at_start is not None:
                 self.places.before = self.look.at_start
         self.directions.complete()
-        if self.audited:
-            began = time.perf_counter()
-            rules, setup = self.setup.real_rules, self.setup
-            real = self.path if setup.update != "sgd" else None
-            if real is None and rules is not None:
-                real = UpdatePath(setup.scored, rules, "secant", self.run.buffers)
-            with self.run.capture.paused():
-                self.places.measure_zero_move(real, setup.validation, self.number)
-            self.run.audits.spent(time.perf_counter() - began)
+        self.points = len(self.setup.method.points) or None
+        if self.setup.method.adaptive and self.skipped is None:
+            self._adapt(StepRefinement(self.look, self.directions, self.factors, self.settlement, self._take))
+        elif self.measured:
+            self._measure_start()
         self.settlement.begin(self.microbatches, len(self.columns))
+
+    def _adapt(self, refinement: StepRefinement) -> None:
+        """Measure rough steps like audited ones, and take more points there where the residual is large."""
+        known = self.run.known_rough
+        rough = refinement.is_rough(self.run.usual) if known is None else known
+        self.measured = self.measured or rough
+        if not self.measured:
+            return
+        self._measure_start()
+        if known is not False:
+            # Of the path that is scored: the paper's proxy begins at w.
+            start = self.places.before if self.setup.update == "sgd" else self.places.after_zero_move
+            assert start is not None and self.points is not None
+            self.points = refinement.refine(start, self.microbatches, self.columns, self.points)
+
+    def _measure_start(self) -> None:
+        """Measure what the accounts need before the optimizers step."""
+        began = time.perf_counter()
+        rules, setup = self.setup.real_rules, self.setup
+        real = self.path if setup.update != "sgd" else None
+        if real is None and rules is not None:
+            real = UpdatePath(setup.scored, rules, "secant", self.run.buffers)
+        with self.run.capture.paused():
+            self.places.measure_zero_move(real, setup.validation, self.number)
+        self.run.audits.spent(time.perf_counter() - began)
 
     def _complete_whole(self, whole: WholeSettlement) -> None:
         self.factors.measure_all()
@@ -340,7 +364,7 @@ class Step(OpenStep):
 
     def _record(self, contributions: Tensor, settled: list[SettledCredits]) -> None:
         setup = self.setup
-        if self.audited and self.skipped is None and self.whole is None:
+        if self.measured and self.skipped is None and self.whole is None:
             began = time.perf_counter()
             with self.run.capture.paused():
                 self.places.after = setup.validation.losses(self.number)
@@ -364,6 +388,7 @@ class Step(OpenStep):
             kept_bytes=self.settlement.kept_bytes,
             expected_bytes=self.allowance.nbytes,
             zero_gains=self.asks.zero_gains,
+            points=self.points,
             books=None if self.whole is None else self.whole.books,
             settled=tuple(settled),
         )

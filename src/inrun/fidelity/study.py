@@ -120,6 +120,8 @@ def score_once(
     with rewound(model, optimizers), torch.no_grad():
         n = len(sample_losses(model))
     method, _, quadrature = method.partition(":")
+    if not quadrature and method in METHODS and METHODS[method].adaptive:
+        quadrature = "midpoint"  # the rule itself is studied, not what mends it
     chosen = {"method": method, "update": update, "quadrature": quadrature or None, "audit_every": 0, **options}
     with rewound(model, optimizers), Accountant(model, list(optimizers), validation, **chosen) as accountant:
         accountant.hush()  # one line per method tried would drown the table

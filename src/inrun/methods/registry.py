@@ -96,6 +96,16 @@ class Method:
         """Return ∇̄ when the optimizers are about to step."""
         raise NotImplementedError(f"{self.name} takes its validation gradient before the backward")
 
+    @property
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """Return the places along the move where gradients are taken, with their weights; none where it is not a quadrature."""
+        return ()
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether more points are taken at rough steps."""
+        return False
+
     def advice(self, update: str) -> str:
         """Say what to take instead where the residual is large."""
         if update == "sgd":

@@ -190,7 +190,8 @@ class Replayer:
                 here = self.stage.put(recorded, anchors, view)
                 # Random numbers of the step are known at the checkpoint alone; elsewhere dropout would only add noise of its own.
                 self.training.model.train(here)
-                self._go_to(recorded.step, fresh=last is None or (view.first, view.second) != (last.first, last.second))
+                fresh = last is None or (view.first, view.second) != (last.first, last.second)
+                self._go_to(recorded.step, fresh, recorded.rough)
                 last = view
                 self._score(recorded.ids, recorded.lr, recorded.clip)
                 tell(done, len(steps))
@@ -241,7 +242,7 @@ class Replayer:
         ids = self.training.order.batch(step) if known is None else known.ids
         lr = lr_at(step, self.source.config) if known is None else known.lr
         if scored:
-            self._go_to(step, fresh)
+            self._go_to(step, fresh, None if known is None else known.rough)
             self._score(ids, lr, None)
         else:
             self.training.set_lr(lr)
@@ -253,10 +254,10 @@ class Replayer:
         there = RecordedStep(anchor.step, self.source.steps[0].ids, 0.0, None, updates)
         self.stage.put(there, [anchor], Viewpoint(0, None, 0.0))
 
-    def _go_to(self, step: int, fresh: bool) -> None:
+    def _go_to(self, step: int, fresh: bool, rough: bool | None) -> None:
         """Tell the accountant which step comes; where a run refreshes its validation gradients, and if ``fresh``, it has none."""
         refresh = self.accountant.refresh
-        self.accountant.seek(step, afresh=fresh or (refresh > 1 and step % refresh == 0))
+        self.accountant.seek(step, afresh=fresh or (refresh > 1 and step % refresh == 0), rough=rough)
 
     def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
         self.training.set_lr(lr)  # before the step opens: lookahead moves by it

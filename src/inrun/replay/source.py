@@ -43,6 +43,8 @@ class RecordedStep:
     live: dict[str, Floats] = field(default_factory=dict)
     #: Under whole credit: the settled credits of its uses, in the same way; empty while its window is open.
     credits: dict[str, Floats] = field(default_factory=dict)
+    #: Whether it took more quadrature points than steps usually do; None where no books say it.
+    rough: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]
 
 def _recorded(contributions: pa.Table, accounts: pa.Table, credits: pa.Table) -> tuple[list[RecordedStep], dict[int, str]]:
     """Put together what the books say, step by step."""
-    first = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min")]).sort_by("step").to_pylist()
+    grouped = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min"), ("points", "max")])
+    first = grouped.sort_by("step").to_pylist()
     skipped = {a["step"]: a["skipped_min"] for a in first if a["skipped_min"] is not None}
     # A step that the optimizer left out moved nothing, and it did not count it.
     held = np.array(sorted(step for step, reason in skipped.items() if _held(reason)), np.int64)
@@ -153,7 +156,8 @@ def _recorded(contributions: pa.Table, accounts: pa.Table, credits: pa.Table) ->
             ids = next(iter(parts.values()))[0]
             updates = step - int(np.searchsorted(held, step))
             paid = {label: by_step[step][1] for label, by_step in settled.items() if step in by_step}
-            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live, paid))
+            rough = None if account["points_max"] is None else account["points_max"] > 1
+            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live, paid, rough))
     return steps, skipped
 
 

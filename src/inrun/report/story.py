@@ -20,7 +20,8 @@ ACCOUNTS = {
     "decay": "weight decay",
     "inherited": "momentum from before scoring began",
     "optimizer": "momentum and weight decay together",
-    "residual": "the method's own error on the data's part",
+    "residual": "the method's own error on the data's part of the move",
+    "quadrature": "the quadrature's error on the whole move",
     "fall": "of the validation loss over these steps, as measured",
 }
 
@@ -139,7 +140,7 @@ def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str
     totals["fall"] = accounts.fall
     figures = aligned(list(totals.values()))
     shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
-    words = ACCOUNTS | ({"data": ACCOUNTS["credits"]} if credit == "whole" else {})
+    words = ACCOUNTS | ({"data": ACCOUNTS["credits"], "residual": ACCOUNTS["quadrature"]} if credit == "whole" else {})
     return [(name, words[name], figures[k], shares[k]) for k, name in enumerate(totals)]
 
 

@@ -6,44 +6,85 @@ import pytest
 import torch
 
 import inrun
-from brute_force import Brute, adam, adam_gain, adamax_gain, lr_gain, nadam, nadam_gain, none, radam_gain, sgd
+from brute_force import (
+    Brute,
+    adam,
+    adam_gain,
+    adamax_gain,
+    divided,
+    lion,
+    lion_gain,
+    lr_gain,
+    nadam,
+    nadam_gain,
+    none,
+    radam_gain,
+    sgd,
+)
+from inrun.errors import OptimizerError
 from inrun.training.gpt import next_token_loss
 from reference import relative_error, sample_gradients
-from tiny import batch, tiny
+from tiny import batch, tiny, validation
 
-DECOUPLED = {"decoupled_weight_decay": True}
-#: name: (optimizer class, options, push, gain, adaptive)
+
+class Lion(torch.optim.Optimizer):
+    """Stands in for lion-pytorch's, which need not be installed, under its name: by that it is recognised."""
+
+    def __init__(self, params, lr, betas, weight_decay) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in [p for p in group["params"] if p.grad is not None]:
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * torch.sign(b1 * m + (1 - b1) * p.grad))
+                m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+Lion.__module__ = "lion_pytorch.lion_pytorch"
+#: name: (optimizer class, options, push, gain, steps of a tensor that have one factor for all of it)
 CASES = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1}, sgd, lr_gain, False),
-    "sgd with coupled decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd, lr_gain, False),
-    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}, sgd, lr_gain, False),
-    "dampened": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3}, sgd, lr_gain, False),
-    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, sgd, lr_gain, False),
-    "maximising": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, sgd, lr_gain, False),
-    "adam": (torch.optim.Adam, {"lr": 1e-2}, adam, adam_gain, True),
-    "adam with coupled decay": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, adam, adam_gain, True),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}, adam, adam_gain, True),
-    "adamw maximising": (torch.optim.AdamW, {"lr": 1e-3, "maximize": True}, adam, adam_gain, True),
-    "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}, adam, adam_gain, True),
-    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}, nadam, nadam_gain, True),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}, sgd, lr_gain, 0),
+    "sgd with coupled decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, sgd, lr_gain, 0),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.05}, sgd, lr_gain, 0),
+    "dampened": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.8, "dampening": 0.3}, sgd, lr_gain, 0),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}, sgd, lr_gain, 0),
+    "maximising": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "maximize": True}, sgd, lr_gain, 0),
+    "adam": (torch.optim.Adam, {"lr": 1e-2}, adam, adam_gain, 3),
+    "adam with coupled decay": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}, adam, adam_gain, 3),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}, adam, adam_gain, 3),
+    "adamw maximising": (torch.optim.AdamW, {"lr": 1e-3, "maximize": True}, adam, adam_gain, 3),
+    "amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}, adam, adam_gain, 3),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1}, nadam, nadam_gain, 3),
     "nadam decoupled": (
         torch.optim.NAdam,
         {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True},
         nadam,
         nadam_gain,
-        True,
+        3,
     ),
-    "radam": (torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}, adam, radam_gain, True),
-    "adamax": (torch.optim.Adamax, {"lr": 1e-2}, adam, adamax_gain, True),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, none, None, True),
-    "rmsprop centred": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}, none, None, True),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, none, None, True),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, none, None, True),
-    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}, none, None, True),
-    "asgd": (torch.optim.ASGD, {"lr": 0.05, "weight_decay": 0.1}, none, None, False),
-    "rprop": (torch.optim.Rprop, {"lr": 1e-3}, none, None, True),
+    "radam": (torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99)}, adam, radam_gain, 3),
+    "adamax": (torch.optim.Adamax, {"lr": 1e-2}, adam, adamax_gain, 3),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}, none, None, 3),
+    "rmsprop centred": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}, none, None, 3),
+    "rmsprop with momentum": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}, divided, lr_gain, 3),
+    "rmsprop centred with momentum": (
+        torch.optim.RMSprop,
+        {"lr": 1e-3, "momentum": 0.8, "centered": True, "maximize": True},
+        divided,
+        lr_gain,
+        3,
+    ),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1}, none, None, 3),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, none, None, 3),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}, none, None, 3),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "weight_decay": 0.1}, none, None, 0),
+    "lion": (Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}, lion, lion_gain, 1),
+    "rprop": (torch.optim.Rprop, {"lr": 1e-3}, none, None, 3),
 }
-COUPLED = (torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)
 SEQUENCE = 9
 
 
@@ -59,12 +100,12 @@ def decay_of(group, optimizer) -> tuple[float, float]:
         return 0.0, decay + group["lambd"]
     if isinstance(optimizer, (torch.optim.NAdam, torch.optim.RAdam)):
         return (lr * decay, 0.0) if group["decoupled_weight_decay"] else (0.0, decay)
-    if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adafactor)):
+    if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adafactor, Lion)):
         return lr * decay, 0.0
     return 0.0, decay
 
 
-def run(optimizer_class, options, push, gain, adaptive, steps=SEQUENCE, clip=0.5, points=3, groups=False, **more):
+def run(optimizer_class, options, push, gain, early, steps=SEQUENCE, clip=0.5, points=3, groups=False, **more):
     """Train with an exact accountant and a brute force beside it; schedule of lr (and betas), two microbatches at odd steps."""
     torch.manual_seed(0)
     model = tiny()
@@ -82,7 +123,7 @@ def run(optimizer_class, options, push, gain, adaptive, steps=SEQUENCE, clip=0.5
     more = {"credit": "whole", "credit_memory": "exact", "quadrature": f"gauss{points}", "audit_every": 1, **more}
     accountant = inrun.Accountant(model, optimizer, validation, **more)
     accountant.settled_at_once = []
-    brute = Brute(parameters, push, gain, adaptive, points)
+    brute = Brute(parameters, push, gain, early, points)
     base = [g["lr"] for g in optimizer.param_groups]
     for t in range(steps):
         for g, lr in zip(optimizer.param_groups, base, strict=True):
@@ -136,6 +177,43 @@ def test_exact_credit_is_brute_force(name: str) -> None:
     assert account.inherited == 0.0
     assert account.momentum is None
     assert relative_error(accountant.last.contributions["validation"], brute.own[-1]) < 1e-9
+
+
+#: Whole credit only where it is asked for, and then with a word: (case, memory, what is said).
+ON_REQUEST = [
+    ("lion", "sketch", "signs"),
+    ("lion", "exact", "signs"),
+    ("rprop", "sketch", "sign"),
+    ("rmsprop with momentum", "sketch", 'credit_memory="exact" can'),
+]
+
+
+@pytest.mark.parametrize(("name", "memory", "why"), ON_REQUEST)
+def test_some_are_scored_step_by_step_unless_asked(name: str, memory: str, why: str, caplog) -> None:
+    optimizer_class, options, *_ = CASES[name]
+
+    def credit(asked: str) -> str:
+        model = tiny()
+        caplog.clear()
+        optimizer = optimizer_class(model.parameters(), **options)
+        with inrun.Accountant(model, optimizer, validation(), credit=asked, credit_memory=memory) as accountant:
+            return accountant.credit
+
+    assert credit("auto") == "step"
+    assert "scored step by step" in caplog.text and why in caplog.text
+    if memory == "sketch" and name.startswith("rmsprop"):
+        with pytest.raises(OptimizerError, match=why):
+            credit("whole")
+    else:
+        assert credit("whole") == "whole" and why in caplog.text
+
+
+def test_rmsprop_with_momentum_has_whole_credit_with_exact_memory(caplog) -> None:
+    model = tiny()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+    with inrun.Accountant(model, optimizer, validation(), credit_memory="exact") as accountant:
+        assert accountant.credit == "whole"
+    assert "step by step" not in caplog.text
 
 
 def test_two_groups_cycled_betas_and_a_tensor_frozen_in_between() -> None:

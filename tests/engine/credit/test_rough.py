@@ -175,10 +175,11 @@ def test_no_few_steps_own_it(runs: Runs) -> None:
         assert top_share(by_step(runs.whole, runs.recipe, name)[1]) <= SHARE
 
 
-def test_every_step_explains_its_fall(runs: Runs) -> None:
+@pytest.mark.parametrize("game", ["whole", "step"])
+def test_every_step_explains_its_fall(runs: Runs, game: str) -> None:
     """More points are taken until the residual of a step is small, and not where one is enough."""
     for name in runs.recipe.held:
-        rows = accounts(runs.whole, name)
+        rows = accounts(getattr(runs, game), name)
         assert {
             row["step"]: abs(row["residual"]) / row["spread"] for row in rows if abs(row["residual"]) > RESIDUAL * row["spread"]
         } == {}
@@ -195,5 +196,6 @@ def test_the_step_games_verdict_names_the_rough_steps(runs: Runs, audits: str) -
         assert set(rough) <= {o.step for o in found.outsized}
         assert all(f"step {step}: " in pages[found.validation] for step in rough)
         if rough:
-            assert found.state != "balanced"
+            # More points make the books balance; that a few steps own them is said in the same breath.
+            assert found.state != "balanced" or "Yet outsized steps hold" in found.verdict
             assert "lower learning rate" in pages[found.validation] or "longer warm-up" in pages[found.validation]

@@ -228,6 +228,23 @@ def test_a_resumed_run_settles_the_same(memory: str) -> None:
     assert afresh._run.credit.inherited
 
 
+@pytest.mark.parametrize(("memory", "timing"), [("sketch", "sketched"), ("exact", "kept")])
+def test_coverage_and_memory_say_what_is_kept(memory: str, timing: str) -> None:
+    model = tiny()
+    optimizer, accountant = attach(model, memory, sketch=512 if memory == "sketch" else None)
+    assert {row.timing for row in accountant.coverage} == {timing}
+    for t in range(3):
+        train_step(accountant, model, optimizer, batch(4, t))
+    store, held = accountant._run.credit.store, accountant.held_bytes()
+    assert held >= store.nbytes() > 0
+    if memory == "sketch":
+        weights = sum(w.nbytes for epoch in store.epochs.values() for w in epoch.weights)
+        segments = sum(x.nbytes for x in store.known)
+        known = sum(x.nbytes for x in store.known_whole.values())
+        assert held == accountant._run.buffers.nbytes() + store.nbytes() + store.sketcher.nbytes() + known + weights + segments
+        assert min(weights, segments) > 0
+
+
 def test_no_growth_over_a_thousand_steps() -> None:
     model = nn.Linear(6, 3)
     x = torch.randn(4, 6)

@@ -16,7 +16,8 @@ class CoverageRow:
     rule: str
     #: shared, project, jvp or vmap; empty before the first step.
     form: str
-    #: streaming (contracted inside the backward) or deferred (when the optimizer steps).
+    #: streaming (contracted inside the backward), deferred (when the optimizer steps), sketched (whole credit: a few numbers leave
+    #: the backward, and later steps pay by them), kept (whole credit with exact memory) or unmoved (in no optimizer).
     timing: str
     numel: int
 

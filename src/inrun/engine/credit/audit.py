@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from inrun.engine.checks.conservation import USUAL_CAUSES
+from inrun.engine.credit.exact_store import ExactEntry, ExactStore
 from inrun.engine.credit.move import WholeMove
+from inrun.engine.credit.sketch_store import SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
-from inrun.engine.credit.stores import ExactEntry, ExactStore, SketchEntry, SketchStore
 from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
 

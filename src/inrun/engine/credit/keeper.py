@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from inrun.engine.credit.audit import SketchAudit, check_totals
+from inrun.engine.credit.direction import Direction
+from inrun.engine.credit.exact_store import ExactEntry, ExactStore
 from inrun.engine.credit.memory import REST, PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
+from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.credit.sketcher import Sketcher
-from inrun.engine.credit.stores import Direction, ExactEntry, ExactStore, SketchStore
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Scored
 from inrun.ledger.labels import Label
@@ -312,7 +314,8 @@ class WholeCredit:
         """Return the memory of all that is kept between steps."""
         held = [*self.decays.values(), *(h for h, _ in self.inherited.values())]
         if isinstance(self.store, SketchStore):
-            held += [*self.store.known_whole.values()]
+            held += [*self.store.known_whole.values(), *(self.store.known or [])]
+            held += [w for epoch in self.store.epochs.values() for w in epoch.weights]
             return self.store.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
         return self.store.nbytes() + sum(x.nbytes for x in held)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,58 +13,23 @@ from torch import Tensor, nn
 
 from inrun.engine.credit.keeper import EARLY_TIMES, Payment, WholeCredit
 from inrun.engine.credit.move import WholeMove
-from inrun.engine.credit.refinement import cut_the_way
-from inrun.engine.credit.stores import SketchStore
+from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.directions import Direction, Sketch
 from inrun.engine.factors import Factors
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import Microbatch
+from inrun.engine.refinement import Points, Usual, refine
+from inrun.engine.settling import Settling
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
 from inrun.errors import DeferredMemoryError, ValidationError
 from inrun.ledger.record import SettledCredits
-from inrun.methods.midpoint import Quadrature, find_quadrature
 
 log = logging.getLogger("inrun")
-#: The residual of a step that is put up with, relative to Σ|c| of the parts it paid, and the rules tried one after the other.
-RESIDUAL, FINER = 0.01, ("gauss2", "gauss3")
-#: Pieces that the way of a rough step is cut into at most, where these do not do.
-MOST_PIECES = 33
-#: Signs of a rough step: clipped to a fraction of what is usual, or a fall (or rise) of so many times the usual one.
-CLIPPED, LARGE = 0.3, 3.0
 #: Bytes from which on memory is said without being asked.
 WORTH_SAYING = 10_000_000
-#: Steps that the usual is taken from.
-RECENT = 50
-
-
-class Usual:
-    """What steps are usually like: the cheap signs by which a rough one is known. Lasts over steps."""
-
-    def __init__(self) -> None:
-        """No step was seen yet."""
-        self.clips: list[float] = []
-        self.falls: list[float] = []
-
-    def is_rough(self, clip: float, fall: float) -> bool:
-        """Whether a step stands out; the first few always do."""
-        if len(self.falls) < 5:
-            return True
-        return clip < CLIPPED * statistics.median(self.clips) or fall > LARGE * statistics.median(self.falls)
-
-    def note(self, clip: float, fall: float) -> None:
-        """Remember a step."""
-        self.clips, self.falls = [*self.clips[1 - RECENT :], clip], [*self.falls[1 - RECENT :], fall]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"clips": self.clips, "falls": self.falls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore."""
-        self.clips, self.falls = list(state["clips"]), list(state["falls"])
 
 
 class WholeDirections:
@@ -124,7 +88,7 @@ class WholeBooks:
         return self.before - self.after - self.data - self.decay - self.inherited
 
 
-class WholeSettlement:
+class WholeSettlement(Settling):
     """What one step pays under whole credit."""
 
     def __init__(
@@ -138,29 +102,15 @@ class WholeSettlement:
         quietly: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Begin a step."""
+        super().__init__()
         self.setup, self.credit, self.usual, self.path, self.factors = setup, credit, usual, path, factors
         self.step, self.quietly = step, quietly
-        self.settled: set[int] = set()
-        self.kept_bytes = 0
         self._payment: Payment | None = None
         self._move: WholeMove | None = None
         self._entry: Any = None
         #: Memory of coupled weight decay as it will be after the step.
         self._decays: dict[int, Tensor] = {}
         self.books: WholeBooks | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether some optimizer has stepped or is about to."""
-        return bool(self.settled)
-
-    def has(self, optimizer: int) -> bool:
-        """Whether an optimizer's step was taken into account."""
-        return optimizer in self.settled
-
-    def hold_back(self, optimizer: int) -> None:
-        """The scaler lets nothing step."""
-        self.settled.add(optimizer)
 
     def contract_replays(self, micro: Microbatch) -> None:
         """Modules that run again do so when the optimizers are about to step."""
@@ -177,7 +127,7 @@ class WholeSettlement:
         """Take the validation gradients along the whole move and work out what it pays."""
         credit, setup = self.credit, self.setup
         self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free)
-        points = find_quadrature(setup.method.quadrature)  # type: ignore[attr-defined]
+        points = setup.method.points
         found = look.averaged(move.at, points)
         self._check_columns(found)
         k = len(found.columns)
@@ -199,7 +149,7 @@ class WholeSettlement:
         used = len(points)
         if audited or rough:
             before, after = self._losses(look, move)
-            payment, used = self._refine(look, payment, before, before - after, points)
+            payment, used = refine(look, move, before, after, payment, used, lambda finer: self._with(finer, look))
         self._payment = payment
         self.books = WholeBooks(payment.data, payment.spread, payment.decay, payment.inherited, before, after, used)
         return found
@@ -256,42 +206,10 @@ class WholeSettlement:
                 after = self.setup.validation.losses(self.step)
         return before.cpu(), after.cpu()
 
-    def _refine(self, look: StepLook, payment: Payment, before: Tensor, fall: Tensor, points: Quadrature) -> tuple[Payment, int]:
-        """Take more points while the residual is too large."""
-        assert self._move is not None
-        used = len(points)
-        for name in FINER:
-            off = (fall - payment.whole).abs()
-            finer = find_quadrature(name)
-            if bool((off <= RESIDUAL * payment.spread).all()) or not bool(torch.isfinite(fall).all()):
-                break
-            if len(finer) <= used:
-                continue
-            payment, used = self._with(look, finer), len(finer)
-        if bool(torch.isfinite(fall).all()) and not bool(((fall - payment.whole).abs() <= RESIDUAL * payment.spread).all()):
-            pieces = self._cut(look, before, before - fall, RESIDUAL * payment.spread)
-            payment, used = self._with(look, pieces), len(pieces)
-        return payment, used
-
-    def _with(self, look: StepLook, points: Sequence[tuple[float, float]]) -> Payment:
+    def _with(self, points: Points, look: StepLook) -> Payment:
         assert self._move is not None
         raw = look.averaged(self._move.at, points).raw
         return self.credit.pay(self._move, raw, self._entry, False, self.step)
-
-    @torch.no_grad()
-    def _cut(self, look: StepLook, before: Tensor, after: Tensor, allowed: Tensor) -> list[tuple[float, float]]:
-        """Cut the way into pieces that explain the fall."""
-        move = self._move
-        assert move is not None
-
-        def slope(place: float) -> Tensor:
-            return move.worth(look.averaged(move.at, ((place, 1.0),)).raw)
-
-        def loss(place: float) -> Tensor:
-            with look.capture.paused(), move.at(place):
-                return self.setup.validation.losses(self.step).cpu()
-
-        return cut_the_way(slope, loss, before, after, 0.8 * allowed, MOST_PIECES)
 
     # The end of the step
 

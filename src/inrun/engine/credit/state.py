@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from inrun.engine.credit.direction import Epoch
+from inrun.engine.credit.exact_store import ExactEntry
 from inrun.engine.credit.keeper import Open, WholeCredit
-from inrun.engine.credit.stores import Epoch, ExactEntry, RowsApart, SketchEntry, SketchStore
+from inrun.engine.credit.sketch_store import RowsApart, SketchEntry, SketchStore
 from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer
 from inrun.ledger.labels import Label
