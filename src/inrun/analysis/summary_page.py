@@ -41,7 +41,7 @@ def _accounts(s: SetSummary, whole: bool) -> list[str]:
     )
     lines = [line("fall", s.fall, "of the validation loss over the audited steps"), line("data", s.data, f"{paid}{folds}")]
     if whole:
-        lines.append(line("decay", s.decay, "weight decay, at once and as the optimizer remembers it"))
+        lines.append(line("decay", s.decay, "weight decay"))
         lines.append(line("inherited", s.inherited, "momentum from before scoring began"))
     elif s.momentum is not None and s.decay is not None:
         lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
