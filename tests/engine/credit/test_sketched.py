@@ -11,6 +11,7 @@ from torch import nn
 
 import inrun
 from cases import CASES, Case, model_of
+from inrun.engine.credit.keeper import BLOCK
 from inrun.errors import ConfigurationError, CreditError, DeferredMemoryError, OptimizerError, ValidationError
 from inrun.training.gpt import next_token_loss
 from tiny import batch, tiny, train_step, validation
@@ -182,22 +183,48 @@ def test_rows_settle_when_their_window_has_passed() -> None:
     for t in range(60):
         train_step(accountant, model, optimizer, batch(2, t), ids=[t, 1000])
         open_ = len(accountant._run.credit.open)
-        assert open_ == min(t + 1, 43)  # the 44th step that is paid is the last
+        assert min(t + 1, 43) <= open_ < 43 + BLOCK  # the 44th step that is paid is the last, or one within a block after it
     table = accountant.scores().to_pydict()
     by_id = dict(zip(table["sample_id"], table["pending"], strict=True))
     assert by_id[0] == 0
     assert by_id[59] == 1
-    assert by_id[1000] == 43  # it came back in every step
+    assert by_id[1000] == open_  # it came back in every step
     settled = accountant.ledger.credits()
-    assert sorted(set(settled["step"].to_pylist())) == list(range(17))
+    assert sorted(set(settled["step"].to_pylist())) == list(range(60 - open_))
     assert min(settled["paid"].to_pylist()) > 0.98
     accountant.close()
     assert accountant.ledger.credits().num_rows == 120
     assert set(accountant.scores()["pending"].to_pylist()) == {0}
 
 
-@pytest.mark.parametrize("memory", ["exact", "sketch"])
-def test_a_resumed_run_settles_the_same(memory: str) -> None:
+def test_what_is_owed_is_paid_in_full() -> None:
+    """Uses from before a block get at its end what paying at every step gives them: groups of their own, a tensor at rest."""
+    found = []
+    for memory in ("exact", "sketch"):
+        model = tiny()
+        first, *others = list(model.parameters())
+        optimizer = torch.optim.AdamW([{"params": [first], "betas": (0.6, 0.95)}, {"params": others}], lr=3e-3)
+        _, accountant = attach(model, memory, optimizer=optimizer, audit_every=0)
+        owed = 0
+        for t in range(70):
+            others[0].requires_grad_(t not in range(25, 30))
+            if t == 27:
+                optimizer.param_groups[1]["betas"] = (0.93, 0.95)
+            train_step(accountant, model, optimizer, batch(2, t), ids=[2 * t, 2 * t + 1], clip=0.5)
+            owed = max(owed, accountant._run.credit.owed.steps)
+            if t == 39:
+                half = accountant.scores()["score"].to_pylist()
+        assert owed == (0 if memory == "exact" else BLOCK - 1)
+        accountant.close()
+        found.append((torch.tensor(half), torch.tensor(accountant.scores()["score"].to_pylist())))
+    scale = found[0][1].abs().max()
+    torch.testing.assert_close(found[1][0] / scale, found[0][0] / scale, rtol=0, atol=1e-7)  # stored in single precision
+    # A sketch keeps uses open for some steps longer: less than REST of a push is paid then.
+    torch.testing.assert_close(found[1][1] / scale, found[0][1] / scale, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize(("memory", "steps", "at"), [("exact", 14, 8), ("sketch", 14, 8), ("sketch", 40, 27)])
+def test_a_resumed_run_settles_the_same(memory: str, steps: int, at: int) -> None:
     """The window is in the state: the same credits, bit for bit; the control without it is not."""
 
     def start():
@@ -205,15 +232,15 @@ def test_a_resumed_run_settles_the_same(memory: str) -> None:
         return model, *attach(model, memory, audit_every=0, **({"sketch": 512} if memory == "sketch" else {}))
 
     model, optimizer, accountant = start()
-    for t in range(14):
+    for t in range(steps):
         train_step(accountant, model, optimizer, batch(4, t), clip=0.5)
-        if t == 8:
+        if t == at:
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), accountant.state_dict()))
     again, other, resumed = start()
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     resumed.load_state_dict(saved[2])
-    for t in range(9, 14):
+    for t in range(at + 1, steps):
         train_step(resumed, again, other, batch(4, t), clip=0.5)
     assert torch.equal(credits_of(resumed), credits_of(accountant))
     first, second = accountant._run.credit.so_far(), resumed._run.credit.so_far()
@@ -223,7 +250,7 @@ def test_a_resumed_run_settles_the_same(memory: str) -> None:
     lost.load_state_dict(saved[0])
     third.load_state_dict(saved[1])
     afresh.load_state_dict({k: v for k, v in saved[2].items() if k not in ("credit", "usual")})
-    train_step(afresh, lost, third, batch(4, 9), clip=0.5)
+    train_step(afresh, lost, third, batch(4, at + 1), clip=0.5)
     assert len(afresh._run.credit.open) == 1
     assert afresh._run.credit.inherited
 
@@ -256,9 +283,9 @@ def test_no_growth_over_a_thousand_steps() -> None:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if t in (100, 999):
+        if t % 100 >= 100 - 2 * BLOCK:
             held.append(accountant.held_bytes())
-    assert held[0] == held[1]
+    assert max(held[2 * BLOCK : 4 * BLOCK]) == max(held[-2 * BLOCK :])
 
 
 def test_odd_steps() -> None:
@@ -320,8 +347,8 @@ def test_momentum_may_be_switched_off() -> None:
         optimizer.step()
         optimizer.zero_grad()
     payment = step.whole._payment
-    torch.testing.assert_close(payment.estimated, payment.parts, rtol=1e-9, atol=1e-15)
-    assert float(payment.own.abs().sum()) > 0
+    before = len(payment.parts) - payment.entry.n
+    assert float(payment.parts[:before].abs().max()) <= 1e-9 * float(payment.own.abs().max())
 
 
 def test_a_parameter_that_is_frozen_for_good_keeps_no_window_open() -> None:
@@ -331,7 +358,7 @@ def test_a_parameter_that_is_frozen_for_good_keeps_no_window_open() -> None:
         if t == 5:
             next(model.parameters()).requires_grad_(False)
         train_step(accountant, model, optimizer, batch(2, t))
-    assert len(accountant._run.credit.open) == 43
+    assert 43 <= len(accountant._run.credit.open) < 43 + BLOCK
 
 
 # What is chosen, and what is refused by name
@@ -415,7 +442,7 @@ def test_memory_is_said_and_limited(caplog) -> None:
     optimizer.zero_grad()
     train_step(accountant, model, optimizer, batch(4, 0))
     assert "whole credit keeps about" in caplog.text
-    assert "4 rows in each of 44 steps; limit: 1,000 MB" in caplog.text
+    assert "4 rows in each of 54 steps; limit: 1,000 MB" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "adam with coupled decay", "nadam", "adafactor", "rmsprop"])

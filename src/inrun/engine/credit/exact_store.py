@@ -44,12 +44,12 @@ class ExactStore:
             first += micro.n
         return ExactEntry(first, held)
 
-    def parts(self, entry: ExactEntry, kappa: Numbers, direction: Direction) -> Tensor:
-        """Return what every open row gets, ``[rows, k]``, in double precision."""
+    def parts(self, some: list[ExactEntry], kappa: Numbers, direction: Direction) -> Tensor:
+        """Return what the rows of some steps get, ``[rows, k]``, in double precision; ``kappa`` ``[steps, parameters]``."""
         found = []
         columns = direction.k
         host = {i: d.to("cpu") for i, d in direction.whole.items()}
-        for row, open_ in zip(kappa, [*self.entries, entry], strict=True):
+        for row, open_ in zip(kappa, some, strict=True):
             part = torch.zeros(open_.n, columns, dtype=torch.float64)
             for i, first, shape in open_.held:
                 if i in host and row[i] != 0.0:
@@ -59,9 +59,10 @@ class ExactStore:
             found.append(part)
         return torch.cat(found)
 
-    def weights(self, entry: ExactEntry) -> Tensor:
+    @staticmethod
+    def weights(some: list[ExactEntry]) -> Tensor:
         """Return the norm of every row's gradient, by which a rest is spread, ``[rows]``."""
-        return torch.cat([open_.norms() for open_ in [*self.entries, entry]])
+        return torch.cat([open_.norms() for open_ in some])
 
     def push(self, entry: ExactEntry) -> None:
         """Keep the coming step's rows."""

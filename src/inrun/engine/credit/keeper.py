@@ -8,7 +8,7 @@ scoring began (*inherited*). The difference to the sum of the estimates is sprea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from torch import Tensor
 from inrun.engine.credit.audit import SketchAudit, check_totals
 from inrun.engine.credit.direction import Direction
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
-from inrun.engine.credit.memory import REST, PushMemory
+from inrun.engine.credit.memory import REST, Numbers, PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
+from inrun.engine.credit.owing import Owed, split_rest
 from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch
@@ -32,8 +33,8 @@ from inrun.optimizers import Realised, UpdateRule
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
 #: The first steps differ most from what comes after them: they are sketched with so many times the numbers.
 EARLY_STEPS, EARLY_TIMES = 10, 4
-#: How often payments are noted for the errors of estimates.
-NOTE_EVERY = 4
+#: Steps in which uses from before are owed what they get, the last of which pays; and the first steps, which all pay at once.
+BLOCK, AT_ONCE = 11, 22
 
 
 @dataclass
@@ -53,10 +54,13 @@ class Payment:
     move: WholeMove
     direction: Direction
     entry: Any
-    kappa: Any
-    #: ``[rows, k]``: what every open row gets, the coming step's rows last; before and after the rest was spread.
-    estimated: Tensor
+    kappa: Numbers
+    paces: Numbers
+    #: ``[rows, k]``: what rows get, the coming step's last; the ``first`` of the open steps are owed theirs.
     parts: Tensor
+    first: int
+    #: Σ|parts| of all open rows over that of the coming step's rows, as it was last.
+    to_all: Tensor
     #: ``[k]`` each, in double precision: what the samples get together, decay, inherited.
     data: Tensor
     decay: Tensor
@@ -69,8 +73,8 @@ class Payment:
 
     @property
     def spread(self) -> Tensor:
-        """Return Σ|parts|, ``[k]``."""
-        return self.parts.abs().sum(0)
+        """Return Σ|parts| of all open rows, ``[k]``; as far as they are owed, in proportion to the coming step's own."""
+        return self.parts.abs().sum(0) if self.first == 0 else self.own.abs().sum(0) * self.to_all
 
     @property
     def whole(self) -> Tensor:
@@ -101,6 +105,9 @@ class WholeCredit:
         self.decays: dict[int, Tensor] = {}
         self.inherited: dict[int, tuple[Tensor, float]] = {}
         self.columns: list[Label] | None = None
+        #: What older uses are owed, and Σ|parts| of all open rows over that of a step's own, as it was last.
+        self.owed = Owed.from_now(np.zeros((0, len(scored))))
+        self.to_all = torch.ones(1, dtype=torch.float64)
         #: What the last step made of each parameter, whose memory the next one takes.
         self.free: dict[int, Realised] = {}
         self.steps = 0
@@ -119,8 +126,11 @@ class WholeCredit:
         factors: Any,
         decays: dict[int, Tensor],
         inherited: dict[int, tuple[Tensor, float]],
+        owed: Owed,
+        to_all: Tensor,
     ) -> None:
         """Go on from a saved state (see ``credit.state``)."""
+        self.owed, self.to_all = owed, to_all
         self.steps, self.begun, self.columns, self.open, self.factors = steps, begun, columns, open_, factors
         self.decays, self.inherited = decays, inherited
 
@@ -149,8 +159,11 @@ class WholeCredit:
         return self.store.capture(microbatches, quietly)
 
     @torch.no_grad()
-    def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int) -> Payment:
-        """Work out what a step pays, given the averaged validation gradients; nothing is changed yet."""
+    def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int, to_all: bool = True) -> Payment:
+        """Work out what a step pays, given the averaged validation gradients: to all open rows, or to those of its block.
+
+        Nothing is changed yet, but that what earlier steps owe is paid first where all are.
+        """
         k = len(next(g for g in raw if g is not None))
         decay, inherited = torch.zeros(k, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
         total = torch.zeros(k, dtype=torch.float64)
@@ -183,9 +196,52 @@ class WholeCredit:
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
             check_totals(self.scored, move, entry, self.store, step)
-        estimated = self.store.parts(entry, kappa, direction).cpu()
-        parts = self._spread(estimated, total - estimated.sum(0), kappa, entry)
-        return Payment(move, direction, entry, kappa, estimated, parts, total, decay, inherited)
+        empty = torch.zeros(0, k, dtype=torch.float64)
+        payment = Payment(move, direction, entry, kappa, paces, empty, self.owed.count, self.to_all, total, decay, inherited)
+        if to_all or self.pays_at_once or self.owed.count == 0:
+            return self.to_all_rows(payment)
+        first = self.owed.count
+        return replace(payment, parts=self.store.parts([*self.store.entries[first:], entry], kappa[first:], direction).cpu())
+
+    @property
+    def pays_at_once(self) -> bool:
+        """Whether the coming step pays all open rows whatever it is like."""
+        return self.exact or self.steps < AT_ONCE or self.owed.steps >= BLOCK - 1
+
+    @torch.no_grad()
+    def to_all_rows(self, payment: Payment) -> Payment:
+        """Return a payment to all open rows; what earlier steps owe is paid first."""
+        self.pay_owed()
+        everyone = [*self.store.entries, payment.entry]
+        parts = self.store.parts(everyone, payment.kappa, payment.direction).cpu()
+        sizes = np.repeat(np.abs(payment.kappa).mean(1), [e.n for e in everyone])
+        parts = parts + split_rest(payment.data - parts.sum(0), self.store.weights(everyone).cpu() * torch.from_numpy(sizes))
+        return replace(payment, parts=parts, first=0)
+
+    @torch.no_grad()
+    def _owed_parts(self) -> list[Tensor]:
+        """Return what the rows of all open steps are to get of what is owed, with the block's rest spread over them."""
+        owed = self.owed
+        entries: list[Any] = list(self.store.entries)
+        assert owed.rest is not None
+        parts = self.store.parts(entries[: owed.count], owed.a, owed.direction()).cpu()
+        sizes = torch.from_numpy(np.repeat(owed.sizes, [e.n for e in entries]))
+        found = split_rest(owed.rest - parts.sum(0), self.store.weights(entries).cpu() * sizes)
+        found[: len(parts)] += parts
+        return list(found.split([e.n for e in entries]))
+
+    @torch.no_grad()
+    def pay_owed(self) -> None:
+        """Pay what is owed, and begin a block."""
+        if self.owed.steps:
+            for o, part in zip(self.open, self._owed_parts(), strict=True):
+                o.credit += part
+            owed = self.owed
+            assert isinstance(self.store, SketchStore)
+            self.store.note(
+                self.store.entries[: owed.count], owed.a, owed.direction(), np.abs(owed.a * owed.passed).max(1, initial=0.0)
+            )
+        self.owed = Owed.from_now(self.memory.a * self.factors)
 
     def decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
@@ -198,16 +254,6 @@ class WholeCredit:
         after = weight * m.recall.enter if before is None else before * m.recall.keep + weight * m.recall.enter
         decays[i] = after
         return after * m.recall.read + weight * m.recall.direct
-
-    def _spread(self, estimated: Tensor, rest: Tensor, kappa: Any, entry: Any) -> Tensor:
-        """Share out the rest over the open rows in proportion to κ times the size of their gradients."""
-        counts = [o.credit.shape[0] for o in self.open] + [entry.n]
-        size = np.abs(kappa).mean(1)
-        shares = self.store.weights(entry).cpu() * torch.from_numpy(np.repeat(size, counts))
-        whole = float(shares.sum())
-        if whole == 0.0:
-            return estimated
-        return estimated + (shares / whole).unsqueeze(1) * rest
 
     @torch.no_grad()
     def commit(
@@ -222,21 +268,25 @@ class WholeCredit:
         if self.audit is not None:
             assert isinstance(self.store, SketchStore)
             self.audit.advance(move, entry)
-        start = 0
-        for o in self.open:
-            if payment is not None:
-                o.credit += payment.parts[start : start + len(o.credit)]
-            start += len(o.credit)
+        if payment is not None:
+            paid = self.open[payment.first :]
+            for o, part in zip(paid, payment.parts.split([*(len(o.credit) for o in paid), entry.n])[:-1], strict=True):
+                o.credit += part
+            self._note(payment)
         own = torch.zeros(entry.n, k, dtype=torch.float64) if payment is None else payment.own.clone()
         self.open.append(Open(step, ids, own))
         self.factors = np.vstack(
             [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
         )
-        if isinstance(self.store, SketchStore) and payment is not None:
-            # One step in so many stands for those around it: errors need no more.
-            self.store.note(entry, payment.kappa * NOTE_EVERY, payment.direction, self.steps % NOTE_EVERY == 0)
         self.store.push(entry)
-        self.memory.advance(move.recalls())
+        recalls = move.recalls()
+        self.memory.advance(recalls)
+        self.owed.step(recalls)
+        if payment is not None and payment.first:
+            assert isinstance(self.store, SketchStore)
+            by = self.store.sketchers_of(self.store.entries[: payment.first])
+            rest = payment.data - payment.parts.sum(0)
+            self.owed.add(recalls, payment.paces, payment.direction, payment.kappa, rest, by)
         self.inherited = {
             i: (held, alpha * (move.moves[i].recall.keep if i in move.moves else 1.0))
             for i, (held, alpha) in self.inherited.items()
@@ -247,7 +297,22 @@ class WholeCredit:
             self._learn(payment)
         self.free |= {i: m.realised for i, m in move.moves.items()}
         self.steps += 1
-        return self._settle(self.memory.passed())
+        if payment is not None and payment.first:
+            return []  # uses are settled when a block has paid
+        if payment is not None:
+            own = payment.own.abs().sum(0)
+            self.to_all = torch.where(own > 0, payment.spread / torch.where(own > 0, own, 1.0), 1.0)
+        self.pay_owed()
+        settled = self._settle(self.memory.passed())
+        self.owed = Owed.from_now(self.memory.a * self.factors)
+        return settled
+
+    def _note(self, payment: Payment) -> None:
+        """Remember what is paid as far as the errors of estimates need it."""
+        if isinstance(self.store, SketchStore):
+            self.store.measure_rows(payment.entry, payment.direction)
+            some, kappa = [*self.store.entries[payment.first :], payment.entry], payment.kappa[payment.first :]
+            self.store.note(some, kappa, payment.direction, np.abs(kappa).max(1))
 
     def _learn(self, payment: Payment) -> None:
         """Keep this step's direction as the known one of the next, and give the sketch new weights from time to time."""
@@ -292,7 +357,9 @@ class WholeCredit:
 
     def settle_all(self) -> list[SettledCredits]:
         """Settle whatever is open: training has ended, or the optimizer's memory is no longer made of these uses."""
+        self.pay_owed()
         found = self._settle(len(self.open))
+        self.owed = Owed.from_now(self.memory.a * self.factors)
         self.begun = False
         return found
 
@@ -302,12 +369,16 @@ class WholeCredit:
             return []
         errors = self.store.errors(len(self.open), len(self.columns))
         paid = self.memory.shares_paid()
-        return [_settled(o, e, float(p), self.columns) for o, e, p in zip(self.open, errors, paid, strict=True)]
+        open_ = self.open
+        if self.owed.steps:
+            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts(), strict=True)]
+        return [_settled(o, e, float(p), self.columns) for o, e, p in zip(open_, errors, paid, strict=True)]
 
     def expected(self, entry: Any, move: WholeMove) -> tuple[int, int]:
         """Return how many steps a window has, and what it will take with rows like these in every step, in bytes."""
         later = max((m.recall.later for m in move.moves.values()), default=0.0)
         steps = 1 if later <= 0 else min(10_000, math.ceil(math.log(REST) / math.log(min(later, 0.9999))))
+        steps += 0 if self.exact or later <= 0 else BLOCK - 1
         return steps, steps * self.store.nbytes_of(entry)
 
     def nbytes(self) -> int:
@@ -316,7 +387,7 @@ class WholeCredit:
         if isinstance(self.store, SketchStore):
             held += [*self.store.known_whole.values(), *(self.store.known or [])]
             held += [w for epoch in self.store.epochs.values() for w in epoch.weights]
-            return self.store.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
+            return self.store.nbytes() + self.owed.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
         return self.store.nbytes() + sum(x.nbytes for x in held)
 
 

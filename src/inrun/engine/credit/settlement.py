@@ -141,10 +141,12 @@ class WholeSettlement(Settling):
         if not bool(torch.isfinite(found.losses).all()):
             return found
         self._audit(entry, coarse)
-        payment = credit.pay(move, self._own(found, k), entry, audited, self.step)
+        payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited)
         clip, fall = min(self.factors.measured().values()), float(payment.whole.abs().sum())
         rough = self.usual.is_rough(clip, fall)
         self.usual.note(clip, fall)
+        if rough and payment.first:
+            payment = credit.to_all_rows(payment)
         before = after = None
         used = len(points)
         if audited or rough:

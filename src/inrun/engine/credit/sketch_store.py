@@ -177,10 +177,10 @@ class SketchStore:
         entry_known = torch.zeros(k, sk.columns, dtype=sk.dtype, device=sk.device)
         beyond = torch.zeros_like(exact)
         if self.known is not None:
-            entry_known = sk.joined(self.known, self.weights_now, divide=True)
+            entry_known = self.epochs[self.epoch].joined(self.known)
             inside = torch.stack([sk.by_parameter(sketch * v) for v in entry_known], dim=1)
             for r in of_exact:
-                table = sk.table(r.parameter, self.known[r.parameter], self.weights_now[r.parameter])
+                table = self.epochs[self.epoch].table(r.parameter, self.known[r.parameter])
                 inside[r.first : r.first + r.n, :, r.parameter] += r.contract(table)
             beyond = exact - inside
         square = sk.by_parameter(entry_known.square())
@@ -222,54 +222,60 @@ class SketchStore:
                 start = i
         return found
 
-    def parts(self, entry: SketchEntry, kappa: Numbers, direction: Direction) -> Tensor:
-        """Return what every open row gets, ``[rows, k]``, in double precision."""
-        all_ = [*self.entries, entry]
+    def parts(self, some: list[SketchEntry], kappa: Numbers, direction: Direction) -> Tensor:
+        """Return what the rows of some steps get, ``[rows, k]``, in double precision; ``kappa`` ``[steps, parameters]``."""
         found: list[Tensor] = []
-        for epoch, group in self._by_epoch(all_):
-            sk, weights, some = self.epochs[epoch].sketcher, self.epochs[epoch].weights, all_[group]
-            segments, sums = direction.sums(sk), direction.joined(self.epochs[epoch])
-            counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
-            fitted = self.fits(some, sums, sk) * counts.unsqueeze(1)
-            tables = {i: sk.table(i, segments[i], weights[i]) for i in {r.parameter for e in some for r in e.rows}}
-            common = _common(kappa[group])
+        for number, group in self._by_epoch(some):
+            epoch, mine, of = self.epochs[number], some[group], kappa[group]
+            sk, segments, sums = epoch.sketcher, direction.sums(epoch.sketcher), direction.joined(epoch)
+            counts = torch.tensor(of, dtype=sk.dtype, device=sk.device)
+            fitted = self.fits(mine, sums, sk) * counts.unsqueeze(1)
+            tables = {i: epoch.table(i, segments[i]) for i in {r.parameter for e in mine for r in e.rows}}
+            common = _common(of)
             if common is not None:
                 sums = sums * sk.spread_out(torch.tensor(common, dtype=sk.dtype, device=sk.device))
-            for j, e in enumerate(some):
+            for j, e in enumerate(mine):
                 if common is not None:
-                    part = (e.sketch @ sums.t()) * float(np.abs(kappa[group][j]).max() * np.sign(kappa[group][j].sum()))
+                    part = (e.sketch @ sums.t()) * float(np.abs(of[j]).max() * np.sign(of[j].sum()))
                 else:
                     part = e.sketch @ (sums * sk.spread_out(counts[j])).t()
                 part += torch.einsum("nkl,kl->nk", e.beyond, fitted[j])
                 for r in e.rows:
-                    count = float(kappa[group][j, r.parameter])
+                    count = float(of[j, r.parameter])
                     if count != 0.0:
                         part[r.first : r.first + r.n] += r.contract(tables[r.parameter]) * count
                 found.append(part.double())
         return torch.cat(found)
 
-    def note(self, entry: SketchEntry, kappa: Numbers, direction: Direction, now: bool) -> None:
-        """Remember what was paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns, if it is to be ``now``."""
-        sk, weights, segments = self.sketcher, self.weights_now, direction.sums(self.sketcher)
+    def measure_rows(self, entry: SketchEntry, direction: Direction) -> None:
+        """Estimate the spread of what rows apart get, per unit of κ, by the direction of their own step."""
+        epoch = self.epochs[entry.epoch]
         for r in entry.rows:
-            if sk.plans[r.parameter].row_segment > 1:
-                square = r.squared(sk.table(r.parameter, segments[r.parameter], weights[r.parameter]))
-                entry.spread_rows[r.first : r.first + r.n] += square
+            if epoch.sketcher.plans[r.parameter].row_segment > 1:
+                table = epoch.table(r.parameter, direction.sums(epoch.sketcher)[r.parameter])
+                entry.spread_rows[r.first : r.first + r.n] += r.squared(table)
         entry.spread_rows.sqrt_()
-        all_ = [*self.entries, entry]
-        for epoch, group in self._by_epoch(all_) if now else []:
-            sk, some = self.epochs[epoch].sketcher, all_[group]
-            sums = direction.joined(self.epochs[epoch])
-            f = self.fits(some, sums, sk)
+
+    def note(self, some: list[SketchEntry], kappa: Numbers, direction: Direction, sizes: Numbers) -> None:
+        """Remember what steps were paid, as far as the errors need it: Σ_t κ (SD_t − f Sv⁰) over some columns, and Σ|κ|."""
+        for number, group in self._by_epoch(some):
+            epoch, mine = self.epochs[number], some[group]
+            sk, sums = epoch.sketcher, direction.joined(epoch)
+            f = self.fits(mine, sums, sk)
             counts = torch.tensor(kappa[group], dtype=sk.dtype, device=sk.device)
-            for j, e in enumerate(some):
+            for j, e in enumerate(mine):
                 missed = sums[:, ::EVERY] - sk.spread_out(f[j], EVERY) * e.known[:, ::EVERY]
                 e.rest.addcmul_(missed, sk.spread_out(counts[j], EVERY))
-                e.rest_rows += e.spread_rows * float(np.abs(kappa[group][j]).max())
+                e.rest_rows += e.spread_rows * float(sizes[group][j])
 
-    def weights(self, entry: SketchEntry) -> Tensor:
+    def sketchers_of(self, some: list[SketchEntry]) -> set[Sketcher]:
+        """Return the ways in which some steps were sketched."""
+        return {self.epochs[e.epoch].sketcher for e in some}
+
+    @staticmethod
+    def weights(some: list[SketchEntry]) -> Tensor:
         """Return the norm of every row's sketch, by which a rest is spread, ``[rows]``."""
-        return torch.cat([*(e.norms for e in self.entries), entry.norms])
+        return torch.cat([e.norms for e in some])
 
     def push(self, entry: SketchEntry) -> None:
         """Keep the coming step's rows."""

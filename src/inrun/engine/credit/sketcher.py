@@ -150,19 +150,14 @@ class Sketcher:
                     found[i] = (mean / typical).clamp(1e-4, 1e4).sqrt()
         return found
 
-    def joined(self, sums: list[Tensor], weights: list[Tensor], divide: bool) -> Tensor:
+    def joined(self, sums: list[Tensor], weights: list[Tensor]) -> Tensor:
         """Let segment sums fall into the sampled columns: ``[k, columns]``."""
-        parts = [self.folded(i, sums[i], 1.0 / weights[i] if divide else weights[i]) for i in self.sampled]
+        parts = [self.folded(i, sums[i], weights[i]) for i in self.sampled]
         return torch.cat(parts, dim=1) if parts else torch.zeros(len(sums[0]), 0, dtype=self.dtype, device=self.device)
 
     def folded(self, index: int, sums: Tensor, weights: Tensor) -> Tensor:
         """Let the segment sums of one parameter ``[k, rows·J]`` fall into its buckets, ``[k, buckets]``."""
         return fold(self.plans[index].coarse(sums), weights, self.plans[index].buckets)
-
-    def table(self, index: int, sums: Tensor, weights: Tensor) -> Tensor:
-        """Return a direction's segment sums row by row, ``[k, rows, J]``."""
-        plan = self.plans[index]
-        return sums.view(len(sums), plan.rows, plan.per_row_apart) / plan.weights_apart(weights)
 
     def nbytes(self) -> int:
         """Return the memory of the signs."""

@@ -10,7 +10,9 @@ from torch import Tensor
 from inrun.engine.credit.direction import Epoch
 from inrun.engine.credit.exact_store import ExactEntry
 from inrun.engine.credit.keeper import Open, WholeCredit
+from inrun.engine.credit.owing import Owed
 from inrun.engine.credit.sketch_store import RowsApart, SketchEntry, SketchStore
+from inrun.engine.credit.sketcher import Sketcher
 from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer
 from inrun.ledger.labels import Label
@@ -33,7 +35,9 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
         "factors": credit.factors.tolist(),
         "inherited": {str(i): alpha for i, (_, alpha) in credit.inherited.items()},
         "exact": credit.exact,
+        "owed": credit.owed.state(_sketcher_names(credit), tensors),
     }
+    tensors["to_all"] = credit.to_all
     if isinstance(credit.store, SketchStore):
         plain |= _sketch_state(credit.store, tensors)
         plain["sketch"] = credit.store.sketchers[False].size
@@ -42,6 +46,11 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
     else:
         plain["entries"] = [_exact_state(e, j, tensors) for j, e in enumerate(credit.store.entries)]
     return {"plain": plain, "tensors": {name: x.detach().cpu() for name, x in tensors.items()}}
+
+
+def _sketcher_names(credit: WholeCredit) -> dict[Sketcher, str]:
+    sketchers = credit.store.sketchers if isinstance(credit.store, SketchStore) else {}
+    return {sketcher: "early" if early else "usual" for early, sketcher in sketchers.items()}
 
 
 def _sketch_state(store: SketchStore, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -94,6 +103,8 @@ def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
         inherited={
             i: (_like(credit, i, tensors[name]), float(plain["inherited"][str(i)])) for name, i in _numbered(tensors, "inherited.")
         },
+        owed=Owed.from_state(plain["owed"], {name: s for s, name in _sketcher_names(credit).items()}, tensors),
+        to_all=tensors["to_all"],
     )
     credit.memory.load_state_dict(plain["memory"])
     if isinstance(credit.store, SketchStore):
