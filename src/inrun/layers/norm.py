@@ -86,6 +86,7 @@ class NormRule(LayerRule):
 
     label = "norm"
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    positionwise = True
     owner = NormOwner()
 
     def gradients(
