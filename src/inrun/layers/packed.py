@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from inrun.layers.fallback import RecordedCall, Replay
+from inrun.layers.layout import SCRATCH_BYTES
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts, bucketed, shared_outer
 from inrun.layers.sketch import SketchPlan
@@ -56,9 +57,9 @@ class Packing:
         picked = flat.index_select(0, places[:, 1:].clamp(min=0).reshape(-1))
         return picked.view(self.chunks, self.chunk_length, *flat.shape[1:])
 
-    def stand_ins(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return tensors that take no memory, of the shapes that :meth:`in_chunks` will give."""
-        return tuple(x.new_empty(()).expand(self.chunks, self.chunk_length, *(self.features(x.shape) or ())) for x in inputs)
+    def _stand_ins(self, inputs: tuple[Tensor, ...], groups: int, length: int) -> tuple[Tensor, ...]:
+        """Return tensors that take no memory, as if positions were laid out as ``[groups, length, ...]``."""
+        return tuple(x.new_empty(()).expand(groups, length, *(self.features(x.shape) or ())) for x in inputs)
 
     # What a rule tells of itself, for documents
 
@@ -75,17 +76,17 @@ class Packing:
     def kept_as(
         self, rule: LayerRule, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[type[GradientShape], Parts]:
-        """Tell as which tensors gradients are kept: factors by chunk, formed ones by document."""
-        kind, parts = rule.kept_as(name, parameter, self.stand_ins(inputs), dtype, self.chunks)
-        return kind, self._by_document(parts) if kind.summable else parts
+        """Tell as which tensors gradients are kept: formed by document, or factors by chunk."""
+        length = self.chunks * self.chunk_length // self.documents  # of a document, on average
+        kind, parts = rule.kept_as(name, parameter, self._stand_ins(inputs, self.documents, length), dtype, self.documents)
+        if kind.summable:
+            return kind, parts
+        return rule.kept_as(name, parameter, self._stand_ins(inputs, self.chunks, self.chunk_length), dtype, self.chunks)
 
     def sketched_as(self, rule: LayerRule, plan: SketchPlan, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
         """Tell as which tensors a sketch leaves: rows of a look-up by chunk, all else by document."""
-        parts = rule.sketched_as(plan, self.stand_ins(inputs), dtype, self.chunks)
-        return parts if rule.sparse else self._by_document(parts)
-
-    def _by_document(self, parts: Parts) -> Parts:
-        return tuple(((self.documents, *shape[1:]), dtype) for shape, dtype in parts)
+        parts = rule.sketched_as(plan, self._stand_ins(inputs, self.chunks, self.chunk_length), dtype, self.chunks)
+        return parts if rule.sparse else tuple(((self.documents, *shape[1:]), kind) for shape, kind in parts)
 
 
 def add_up(x: Tensor, owner: Tensor, documents: int) -> Tensor:
@@ -139,7 +140,21 @@ class Packed(GradientShape):
 
     def form(self) -> Tensor:
         """Form chunks and add up."""
-        return self._sum(self.inner.form())
+        return self._form(None)
+
+    def _form(self, buffer: Tensor | None) -> Tensor:
+        """Form some chunks of matrices at a time, so that all of them are never there at once."""
+        if not isinstance(self.inner, Outer):
+            return self._sum(self.inner.form())
+        x, y = self.inner.x, self.inner.y
+        shape, dtype = (self.documents, x.shape[2], y.shape[2]), torch.promote_types(x.dtype, y.dtype)
+        fits = buffer is not None and buffer.shape == shape and buffer.dtype == dtype
+        made = buffer.zero_() if buffer is not None and fits else x.new_zeros(shape, dtype=dtype)
+        piece = max(1, SCRATCH_BYTES // max(made[:1].nbytes, 1))
+        for at in range(0, len(x), piece):
+            some = slice(at, at + piece)
+            made.index_add_(0, self.owner[some], Outer(x[some], y[some]).form())
+        return made
 
     def segment_sums(self, signs: Tensor, plan: SketchPlan) -> Tensor:
         """Sums of segments are linear, too."""
@@ -163,9 +178,9 @@ class Packed(GradientShape):
 
     def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
         """Form the gradients of documents, or keep the factors of chunks."""
-        if kind is not Formed:
-            return Packed(self.inner.keep(kind), self.owner, self.documents)
-        return Formed(self.form())
+        if kind is Formed:
+            return self.inner.keep(kind, buffer) if len(self.owner) == self.documents else Formed(self._form(buffer))
+        return Packed(self.inner.keep(kind), self.owner, self.documents)
 
     def parts(self) -> tuple[Tensor, ...]:
         """Those of the chunks."""
