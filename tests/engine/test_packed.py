@@ -19,7 +19,7 @@ from reference import contributions, gradients, relative_error, sample_gradients
 Logits = Callable[[nn.Module, Batch], Tensor]
 
 
-@pytest.fixture(params=[16, 1], ids=["whole", "chunks"])
+@pytest.fixture(params=[32, 1], ids=["whole", "chunks"])
 def cost(request, monkeypatch) -> int:
     """With a low cost of chunks, small documents are cut into several."""
     monkeypatch.setattr(documents_module, "CHUNK_COST", request.param)

@@ -17,8 +17,8 @@ from inrun.errors import ConservationError, CoverageError, IdsError, RowOwnershi
 from inrun.layers import GradientShape, Packing, packed
 from inrun.layers.trees import tensors_of
 
-#: What a chunk costs beside its positions, in positions (a product of its own, a sum to be added up).
-CHUNK_COST = 16
+#: What a chunk costs beside its positions, in positions: in the shared form every entry of a weight is read once more for it.
+CHUNK_COST = 32
 
 
 class Documents:
