@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import inrun
 from inrun.engine import documents as documents_module
@@ -531,3 +532,31 @@ def test_single_precision_and_autocast() -> None:
             optimizer.step()
         results.append(accountant.last.contributions["validation"])
     assert relative_error(*results) < 2e-2
+
+
+class ByLengths(nn.Module):
+    """Padding-free: tokens ``[1, total]`` and where documents begin, as kernels for variable lengths take it."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.body, self.checkpointed = packed_gpt(), checkpointed
+
+    def forward(self, tokens: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+        number = torch.bucketize(torch.arange(tokens.shape[1]), cu_seqlens[1:], right=True)
+        seen = (number.unsqueeze(1) == number) & torch.ones(len(number), len(number)).bool().tril()
+        mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, -torch.inf)[None, None]
+        if self.checkpointed:
+            return checkpoint(self.body, tokens, positions, mask, use_reentrant=False)
+        return self.body(tokens, positions, mask)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("method", ["first", "midpoint"])
+def test_rows_with_cumulative_lengths(checkpointed, method) -> None:
+    packed, plain, ids = both(ONE_ROW)
+    lengths = torch.tensor([0, *ONE_ROW[0]]).cumsum(0)
+    got = one_step(ByLengths(checkpointed), lambda m, b: m(b.tokens, b.positions, lengths), packed, packed.ids, method=method).last
+    expected = one_step(packed_gpt(), gpt_logits, plain, ids, method=method).last
+    assert relative_error(got.contributions["validation"], expected.contributions["validation"]) < 1e-9
+    with pytest.raises(RowOwnershipError, match="see each other"):
+        one_step(ByLengths(), lambda m, b: m(b.tokens, b.positions, lengths[[0, -1]]), packed, packed.ids)
