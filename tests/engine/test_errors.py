@@ -36,7 +36,7 @@ def parts():
         (["a", "b"], "integers"),
         ([0.5, 1.5], "float"),
         ([True, False], "bool"),
-        ([[0, 1], [2, 3]], r"shape \[n\]"),
+        ([[[0, 1], [2, 3]]], r"shape \[n\]"),
         ("ab", "str"),
         (3, "int"),
         ([], "empty"),

@@ -161,7 +161,9 @@ class Accountant:
     def step(self, ids: Any = None) -> Step:
         """Observe one optimizer step: ``with accountant.step(ids):`` around forward, backward and optimizer.step().
 
-        ``ids`` are integers, one per batch row. Without ids, open ``step.microbatch(ids)`` around each backward.
+        ``ids`` are integers, one per batch row, or one per position ``[n, t]`` where rows hold several documents that do not see
+        each other (−1 for padding; every run of an id in a row is one use of that document). Without ids, open
+        ``step.microbatch(ids)`` around each backward.
         """
         return Step(self._run, ids, self._begin_step, self._finish_step)
 

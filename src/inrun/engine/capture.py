@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.checks.documents import DocumentCheck
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
@@ -43,6 +44,7 @@ class Capture:
         """``form`` is auto, shared or project."""
         self.model, self.sites, self.form = model, sites, form
         self.rows = RowCheck(sites, self._run_recorded, check_rows)
+        self.documents = DocumentCheck(self._run_recorded, check_rows)
         self._guard = BufferGuard(model)
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
@@ -102,7 +104,7 @@ class Capture:
         if self._depth == 0:
             _check_wrappers()
             began = time.perf_counter()
-            self.rows.before_forward((args, kwargs), micro.n, self._occasion.step, self._occasion.audited)
+            self._look_before((args, kwargs), micro)
             self._occasion.spend(time.perf_counter() - began)
         self._depth += 1
         try:
@@ -110,8 +112,19 @@ class Capture:
         finally:
             self._depth -= 1
         if self._depth == 0:
-            self.rows.after_forward((args, kwargs), micro.n)
+            self.rows.after_forward((args, kwargs), micro.rows)
+            if micro.documents is not None:
+                self.documents.after_forward((args, kwargs), micro.documents)
         return out, self._depth == 0
+
+    def _look_before(self, arguments: Arguments, micro: Microbatch) -> None:
+        occasion, documents = self._occasion, micro.documents
+        if documents is not None:
+            documents.check_batch(arguments)
+        if documents is None or micro.rows > 1:
+            self.rows.before_forward(arguments, micro.rows, occasion.step, occasion.audited)
+        if documents is not None:
+            self.documents.before_forward(arguments, documents, occasion.step, occasion.audited)
 
     def _run_recorded(self, arguments: Arguments, recorder: Recorder) -> Any:
         """Run the model without gradient or trace, from the random state as it stands."""
@@ -155,35 +168,45 @@ class Capture:
     def _score(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        rule, module, n = site.rule, site.module, micro.n
+        rule, module, n = site.rule, site.module, micro.rows
         if not site.holds_its_parameters():
             return original(*args, **kwargs)  # torch.func.functional_call with other weights trains none of ours
         inputs = rule.inputs(module, args, kwargs)
         lead = inputs[0]
         layout = self.rows.layout(site, lead.shape, n)
         constants = rule.constants(module)
+        packing = None
+        if micro.documents is not None:
+            packing = micro.documents.packing
+            self.documents.note(site, lead.shape, packing)
+            if layout != "free":
+                micro.documents.check_call(site, lead.shape)
         owned = (
             layout != "free"
             and self.form != "project"
             and not torch.is_autocast_enabled(lead.device.type)
-            and rule.owns(module, inputs, n, forced=self.form == "shared")
+            and rule.owns(module, inputs, micro.groups, forced=self.form == "shared")
         )
         if owned:
             asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
             if asks:
                 site.note_form("shared")
-                call = Call(rule, constants, n, asks)
+                call = Call(rule, constants, n, asks, packing=packing)
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
         expands, one = layout == "free", layout == "free" and lead.shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(n, *x.shape[1 if one else 0 :]) for x in inputs)
+        if micro.documents is not None:
+            micro.documents.check_call(site, inputs[0].shape)
+            if not expands:
+                micro.documents.check_call(site, out.shape)
         asks, asked, buffers = micro.ask(site, constants, inputs, out.dtype)
         if not asks:
             return out
         site.note_form("project")
-        call = Call(rule, constants, n, asks, expands, one)
+        call = Call(rule, constants, n, asks, expands, one, packing)
         return Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
 
     def _score_by_replay(

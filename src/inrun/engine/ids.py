@@ -14,7 +14,7 @@ ID_FIELD = "sample_id"
 
 
 def check_ids(ids: Any) -> Tensor:
-    """Return ids as an int64 tensor ``[n]`` on the host, or raise IdsError."""
+    """Return ids as an int64 tensor on the host, ``[n]`` or by position ``[n, t]`` (packed documents), or raise IdsError."""
     if isinstance(ids, Tensor):
         tensor = ids.detach()
     else:
@@ -31,8 +31,11 @@ def check_ids(ids: Any) -> Tensor:
             raise IdsError("sample ids are empty; a batch needs at least one row")
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise IdsError(f"sample ids must be integers; got dtype {tensor.dtype}")
-    if tensor.dim() != 1:
-        raise IdsError(f"sample ids must be one per batch row, shape [n]; got shape {tuple(tensor.shape)}")
+    if tensor.dim() not in (1, 2):
+        raise IdsError(
+            "sample ids must be one per batch row, shape [n], or one per position of packed documents, shape [n, t]; got shape "
+            f"{tuple(tensor.shape)}"
+        )
     if tensor.numel() == 0:
         raise IdsError("sample ids are empty; a batch needs at least one row")
     host = tensor.to("cpu", copy=True)
@@ -41,7 +44,17 @@ def check_ids(ids: Any) -> Tensor:
             "sample ids must fit a signed 64-bit integer, up to 2**63 - 1; some of these uint64 ids are larger. Take the position "
             "in the dataset (inrun.with_ids), or the hash modulo 2**63."
         )
-    return host.to(torch.int64)
+    host = host.to(torch.int64)
+    if host.dim() == 2:
+        _check_positions(host)
+    return host
+
+
+def _check_positions(ids: Tensor) -> None:
+    if bool((ids < -1).any()):
+        raise IdsError(f"ids of packed documents are 0 or more, and -1 for positions that are nobody's; got {int(ids.min())}")
+    if not bool((ids >= 0).any()):
+        raise IdsError("all positions of this microbatch have the id -1, nobody's; there is no document to score")
 
 
 class WithIds(torch.utils.data.Dataset[Any]):

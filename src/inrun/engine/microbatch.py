@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from inrun.engine.buffers import Buffers
 from inrun.engine.directions import Asks
+from inrun.engine.documents import Documents
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
-from inrun.layers import Ask, GradientShape, Parts, RecordedCall, Replay, from_bits, nbytes_of
+from inrun.layers import Ask, GradientShape, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
 from inrun.torch_private import current_backward, version_of
 
 
@@ -99,26 +100,41 @@ class Waiting:
 class Kept(Waiting):
     """Gradients of one parameter that wait for a direction."""
 
-    def __init__(self, scored: Scored, site: Site, constants: Any, kind: type[GradientShape], leaves: list[Tensor]) -> None:
+    def __init__(
+        self,
+        scored: Scored,
+        site: Site,
+        constants: Any,
+        kind: type[GradientShape],
+        leaves: list[Tensor],
+        documents: Documents | None,
+    ) -> None:
         """``kind`` is the shape they are kept in, ``leaves`` its parts'."""
         super().__init__(f"a {type(site.module).__name__}", leaves)
-        self.scored, self.rule, self.constants, self.kind = scored, site.rule, constants, kind
+        self.scored, self.rule, self.constants, self.kind, self.documents = scored, site.rule, constants, kind, documents
 
     def shapes(self) -> list[GradientShape]:
         """Return the gradients, one shape per backward."""
         whole = [tuple(x for x in parts if x is not None) for parts in self.parts()]
-        return [self.rule.restore(self.constants, self.kind, parts) for parts in whole if len(parts) == len(self.leaves)]
+        return [self.restore(parts) for parts in whole if len(parts) == len(self.leaves)]
+
+    def restore(self, parts: tuple[Tensor, ...]) -> GradientShape:
+        """Make the shape again from its parts, wherever they are."""
+        shape = self.rule.restore(self.constants, self.kind, parts)
+        return shape if self.documents is None else self.documents.gather(shape)
 
 
 class KeptRows(Waiting):
     """Sketched rows of a parameter that one call touched, or touched most: segment sums and row numbers."""
 
-    def __init__(self, scored: Scored, site: Site, leaves: list[Tensor]) -> None:
+    def __init__(self, scored: Scored, site: Site, leaves: list[Tensor], documents: Documents | None) -> None:
         """``leaves`` are for values ``[n, r, J]`` and rows ``[n, r]``."""
         super().__init__(f"a {type(site.module).__name__}", leaves)
         self.scored = scored
         #: Whether these are all rows of a look-up, and not the heaviest of a matrix.
         self.lookup = site.rule.sparse
+        #: Rows of a look-up in packed documents are those of chunks: the document of each.
+        self.owner = documents.owner if documents is not None and self.lookup else None
 
     def rows(self) -> list[tuple[Tensor, Tensor]]:
         """Return row numbers ``[n, r]`` and values ``[n, r, J]``, one pair per backward."""
@@ -128,17 +144,21 @@ class KeptRows(Waiting):
 class Replayed(Waiting):
     """A call of a module without a rule: it runs again when its output gradients are in."""
 
-    def __init__(self, site: Site, names: tuple[str, ...], call: RecordedCall, leaves: list[Tensor]) -> None:
+    def __init__(
+        self, site: Site, names: tuple[str, ...], call: RecordedCall, leaves: list[Tensor], documents: Documents | None
+    ) -> None:
         """``names`` are the parameters that this call trains, ``leaves`` one per floating-point output."""
         super().__init__(f"a {type(site.module).__name__}", leaves)
-        self.site, self.call = site, call
+        self.site, self.call, self.documents = site, call, documents
         self.scored = {name: site.scored[name] for name in names}
 
     def check_rows(self, n: int) -> None:
         """Raise if gradient came through an output that has no row per sample."""
         for held in self.arrived.values():
             for index, x in enumerate(held):
-                if x is not None and not self.site.has_rows(index, x[0].shape, n):
+                if x is not None and self.documents is not None:
+                    self.documents.check_output(self.site, x[0])
+                elif x is not None and not self.site.has_rows(index, x[0].shape, n):
                     names = ", ".join(s.name for s in self.scored.values())
                     raise CoverageError(
                         f"{names} cannot be scored: {self.site.title} has no rule, and gradient flows through its output of shape "
@@ -150,8 +170,11 @@ class Replayed(Waiting):
         self, name: str, n: int, quietly: Callable[[], AbstractContextManager[None]], known: Collection[int] = ()
     ) -> dict[int, GradientShape]:
         """Return the gradients of one parameter by backward, without those of the backwards ``known``."""
-        shapes = zip(self.arrived, self.parts(), strict=True)
-        return {backward: Replay(self.call, name, parts, n, quietly) for backward, parts in shapes if backward not in known}
+        new = {k: parts for k, parts in zip(self.arrived, self.parts(), strict=True) if k not in known}
+        if self.documents is None:
+            return {k: Replay(self.call, name, parts, n, quietly) for k, parts in new.items()}
+        packing, unit = self.documents.packing, self.documents.unit
+        return {k: PackedReplay(self.call, name, parts, packing, unit, quietly) for k, parts in new.items()}
 
 
 class Microbatch:
@@ -159,7 +182,7 @@ class Microbatch:
 
     def __init__(
         self,
-        ids: Tensor,
+        samples: Tensor | Documents,
         directions: Asks,
         columns: int,
         dtype: torch.dtype,
@@ -168,8 +191,10 @@ class Microbatch:
         allowance: Allowance,
         flag: StepFlag,
     ) -> None:
-        """``columns`` is the number of directions; ``flag`` tells whether any step is open."""
-        self.ids, self.directions, self.columns, self.dtype, self.device = ids, directions, columns, dtype, device
+        """``samples`` are ids ``[n]`` of rows, or documents; ``columns`` is the number of directions; ``flag`` tells of steps."""
+        self.documents = samples if isinstance(samples, Documents) else None
+        self.ids: Tensor = samples.ids if isinstance(samples, Documents) else samples
+        self.directions, self.columns, self.dtype, self.device = directions, columns, dtype, device
         self.buffers, self.allowance, self.flag = buffers, allowance, flag
         #: Its step has ended: gradient that still flows through it can be scored no more.
         self.over = False
@@ -183,6 +208,8 @@ class Microbatch:
         self.replays: list[Replayed] = []
         #: Gradient that flowed past every rule, in a backward of a backward.
         self.past = torch.zeros((), requires_grad=True)
+        #: Gradient at positions that are nobody's.
+        self.nobody = torch.zeros((), device=device, requires_grad=True)
         #: Backwards in which something of a parameter arrived.
         self.backwards: dict[nn.Parameter, set[int]] = {}
         #: Parameters whose gradient came through tensors of less than single precision.
@@ -194,8 +221,18 @@ class Microbatch:
 
     @property
     def n(self) -> int:
-        """Return the number of rows."""
+        """Return the number of samples: rows, or documents."""
         return self.ids.numel()
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of the batch."""
+        return self.n if self.documents is None else self.documents.packing.rows
+
+    @property
+    def groups(self) -> int:
+        """Return how many groups of positions a rule sees: rows, or chunks of documents."""
+        return self.n if self.documents is None else self.documents.packing.chunks
 
     # Leaves
 
@@ -235,7 +272,7 @@ class Microbatch:
             direction = self.directions.stream(s, site.rule.sparse)
             sketch = self.directions.sketch(s)
             if sketch is not None:
-                parts = site.rule.sketched_as(sketch.plan, inputs, self.dtype, self.n)
+                parts = self._sketched_as(site, sketch.plan, inputs)
                 leaves = self._sketch_leaves(s, site, parts)
                 if direction is not None:
                     directions.append(direction.v)
@@ -250,14 +287,14 @@ class Microbatch:
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
-            kind, parts = site.rule.kept_as(name, s.parameter, inputs, dtype, self.n)
+            kind, parts = self._kept_as(site, name, s.parameter, inputs, dtype)
             key = (s, *parts[0])
             if kind.summable and key in self._formed:
                 leaves = self._formed[key].leaves
             else:
                 self.allowance.take(nbytes_of(parts))
                 leaves = [self._leaf(*part, self.device) for part in parts]
-                waiting = Kept(s, site, constants, kind, leaves)
+                waiting = Kept(s, site, constants, kind, leaves, self.documents)
                 for place, x in enumerate(leaves):
                     self._watched(x, (s,), waiting, place)
                 self.kept.append(waiting)
@@ -266,7 +303,22 @@ class Microbatch:
                     buffers[name] = self.buffers.next(s, *parts[0], self.device)
             asks.append(Ask(name, kept_as=kind, probes=len(leaves)))
             probes += leaves
+        if self.documents is not None and asks:
+            directions = [self.documents.places, self.documents.nobody, *directions]
+            probes.append(self.nobody)
         return tuple(asks), [*directions, *probes], buffers
+
+    def _kept_as(
+        self, site: Site, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> tuple[type[GradientShape], Parts]:
+        if self.documents is None:
+            return site.rule.kept_as(name, parameter, inputs, dtype, self.n)
+        return self.documents.packing.kept_as(site.rule, name, parameter, inputs, dtype)
+
+    def _sketched_as(self, site: Site, plan: SketchPlan, inputs: tuple[Tensor, ...]) -> Parts:
+        if self.documents is None:
+            return site.rule.sketched_as(plan, inputs, self.dtype, self.n)
+        return self.documents.packing.sketched_as(site.rule, plan, inputs, self.dtype)
 
     def _sketch_leaves(self, s: Scored, site: Site, parts: Parts) -> list[Tensor]:
         """Return the probes of a sketch: buckets are added up over calls, rows are not."""
@@ -278,7 +330,7 @@ class Microbatch:
             parts = parts[1:]
         if parts:
             made = [self._leaf(*part, self.device) for part in parts]
-            waiting = KeptRows(s, site, made)
+            waiting = KeptRows(s, site, made, self.documents)
             for place, x in enumerate(made):
                 self._watched(x, (s,), waiting, place)
             self.kept_rows.append(waiting)
@@ -289,7 +341,7 @@ class Microbatch:
         """Return one probe per output of a module that will run again, for the parameters ``names``."""
         self.allowance.take(sum(x.nbytes for x in outputs))
         leaves = [self._leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
-        waiting = Replayed(site, names, call, leaves)
+        waiting = Replayed(site, names, call, leaves, self.documents)
         for place, x in enumerate(leaves):
             self._watched(x, tuple(waiting.scored.values()), waiting, place)
         self.replays.append(waiting)
@@ -307,16 +359,18 @@ class Microbatch:
         return self.past.grad is not None and float(self.past.grad) != 0.0
 
     def check_outputs(self) -> None:
-        """Raise if gradient came through an output, of a module that runs again, that has no row per sample."""
+        """Raise if gradient came through an output, of a module that runs again, that has no row per sample, or is nobody's."""
         for replayed in self.replays:
             replayed.check_rows(self.n)
+        if self.documents is not None and self.nobody.grad is not None:
+            self.documents.check_nobody(float(self.nobody.grad))
 
     def release(self) -> None:
         """Free everything; leaves that graphs still hold take no memory to speak of."""
         self.over = True
         for waiting in (*self.kept, *self.replays, *self.kept_rows):
             waiting.forget()
-        for x in (*self.sums.values(), *self.row_sums.values(), *self.sketches.values(), self.past):
+        for x in (*self.sums.values(), *self.row_sums.values(), *self.sketches.values(), self.past, self.nobody):
             x.grad = None
         self.sums, self.row_sums, self.kept, self.replays, self._formed = {}, {}, [], [], {}
         self.sketches, self.kept_rows = {}, []

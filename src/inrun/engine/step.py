@@ -24,6 +24,7 @@ from inrun.engine.checks.gradients import GradientWatch
 from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.settlement import WholeDirections, WholeSettlement
 from inrun.engine.directions import Asks, Directions, Timing
+from inrun.engine.documents import Documents
 from inrun.engine.factors import Factors
 from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
@@ -186,7 +187,7 @@ class Step(OpenStep):
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         setup, run = self.setup, self.run
         micro = Microbatch(
-            ids,
+            ids if ids.dim() == 1 else Documents(ids, setup.device),
             self.asks,
             max(len(self.columns), 1),
             setup.probe_dtype,

@@ -20,6 +20,7 @@ class EmbeddingRule(LayerRule):
     label = "embedding"
     names = ("weight",)
     sparse = True
+    positionwise = True
 
     def refusal(self, module: nn.Module) -> str | None:
         """Refuse options under which the table's gradient is not the sum over its uses."""

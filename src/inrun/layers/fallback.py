@@ -178,13 +178,17 @@ class Replay(GradientShape):
         scores = []
         for direction in v:
             tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
-            parts = [
-                (tangent.reshape(self.n, -1) * b.reshape(self.n, -1)).sum(1)
-                for tangent, b in zip(tangents, self.b, strict=True)
-                if b is not None
-            ]
-            scores.append(torch.stack(parts).sum(0))
+            scores.append(self._contract_outputs(tangents))
         return torch.stack(scores, dim=1)
+
+    def _contract_outputs(self, tangents: tuple[Tensor, ...]) -> Tensor:
+        """Return Σ b_n ∘ tangent_n over all outputs, ``[n]``."""
+        parts = [
+            (tangent.reshape(self.n, -1) * b.reshape(self.n, -1)).sum(1)
+            for tangent, b in zip(tangents, self.b, strict=True)
+            if b is not None
+        ]
+        return torch.stack(parts).sum(0)
 
     def _form(self) -> Tensor:
         """Form per-sample gradients ``[n, *shape]`` by vmap: arguments with rows of samples are split, the others shared."""

@@ -62,6 +62,7 @@ class LinearRule(LayerRule):
 
     label = "linear"
     names = ("weight", "bias")
+    positionwise = True
     owner = LinearOwner()
     #: Whether the weight is stored ``[i, o]`` instead of ``[o, i]``; the rule's only constant.
     transposed = False

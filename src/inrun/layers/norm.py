@@ -90,6 +90,7 @@ class NormRule(LayerRule):
 
     label = "norm"
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    positionwise = True
     owner = NormOwner()
 
     def gradients(

@@ -57,6 +57,9 @@ class LayerRule:
     exact: ClassVar[bool] = True
     #: Whether the rule runs the module again instead of mapping (modules without a rule of their own).
     replays: ClassVar[bool] = False
+    #: Whether outputs at a position depend on inputs at that position alone, with positions first in every tensor that the mapping
+    #: takes: then the samples of a batch may be documents packed into its rows.
+    positionwise: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.layers.packed import Packing
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.sketch import SketchPlan
@@ -58,11 +59,15 @@ class Call:
 
     rule: LayerRule
     constants: Any
+    #: Rows of the batch.
     n: int
     asks: tuple[Ask, ...]
     #: The output has no batch and is given one copy per sample; it stands for a batch of one, or has no such dimension.
     expands: bool = False
     batch_of_one: bool = False
+    #: Samples are documents packed into the rows. Their places, and the positions that are nobody's, then come before all else
+    #: that is given, and a probe for gradient at those positions comes last.
+    packing: Packing | None = None
 
     @property
     def asked_names(self) -> tuple[str, ...]:
@@ -70,8 +75,27 @@ class Call:
         return tuple(ask.name for ask in self.asks)
 
     def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Pick directions, signs and weights out of ``asked`` tensors: they come before the probes."""
-        return list(tensors[: sum(ask.given for ask in self.asks)])
+        """Pick places, directions, signs and weights out of ``asked`` tensors: they come before the probes."""
+        return list(tensors[: self.places + sum(ask.given for ask in self.asks)])
+
+    @property
+    def places(self) -> int:
+        """Return how many of the given tensors tell where documents lie."""
+        return 0 if self.packing is None else 2
+
+    def gradients(
+        self, inputs: tuple[Tensor, ...], b: Tensor, given: list[Tensor], names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """Map inputs and output gradient to the shapes of the samples' gradients."""
+        if self.packing is None:
+            return self.rule.gradients(self.constants, inputs, b, self.n, names)
+        return self.packing.gradients(self.rule, self.constants, inputs, b, given[0], names)
+
+    def at_nobody(self, b: Tensor, given: list[Tensor]) -> list[Tensor]:
+        """Return the size of the gradient at positions that are nobody's, for the probe that asks for it."""
+        if self.packing is None:
+            return []
+        return [self.packing.by_position(b)[given[1]].abs().sum(dtype=torch.float32)]
 
 
 def unrounded(b: Tensor) -> AbstractContextManager[Any]:
@@ -114,7 +138,7 @@ def gradients_for_probes(
     """
     totals: dict[str, Tensor] = {}
     leaving: list[Tensor] = []
-    remaining = iter(given)
+    remaining = iter(given[call.places :])
     for ask in call.asks:
         shape = shapes[ask.name]
         if ask.kept_as is not None:
@@ -183,8 +207,9 @@ class Owned(torch.autograd.Function):
         if twice:
             totals = {k: s.total() for k, s in call.rule.gradients(call.constants, saved, b, call.n, names).items()}
         with torch.no_grad(), unrounded(b):
-            shapes = call.rule.gradients(call.constants, saved, b.detach(), call.n, names)
+            shapes = call.gradients(saved, b.detach(), directions, names)
             once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
+            leaving += call.at_nobody(b, directions)
         found = totals or once
         own = [found[name].to(weight.dtype) if need else None for name, need in (("weight", needs[4]), ("bias", needs[5]))]
         return (None, None, None, grad_x, *own, *([None] * ctx.count), *leaving)
@@ -222,8 +247,9 @@ class Tapped(torch.autograd.Function):
             b = SecondOrder.apply(b, past)
         buffers, ctx.buffers = ctx.buffers, {}
         with torch.no_grad(), unrounded(b):
-            shapes = call.rule.gradients(call.constants, inputs, b.detach(), call.n, call.asked_names)
+            shapes = call.gradients(inputs, b.detach(), directions, call.asked_names)
             leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=False)[1]
+            leaving += call.at_nobody(b, directions)
         passed = b.sum(0, keepdim=call.batch_of_one) if call.expands else b
         return (None, None, None, passed, None, *([None] * (ctx.inputs + ctx.count)), *leaving)
 

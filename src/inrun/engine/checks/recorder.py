@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inrun.engine.sites import Site
 from inrun.errors import RowOwnershipError
-from inrun.layers import RecordedCall
+from inrun.layers import Packing, RecordedCall
 from inrun.layers.trees import float_tensors
 
 Pattern = tuple[Any, ...]
@@ -50,12 +50,19 @@ class Recorder:
     """Replaces scoring while a forward is run to see which rows move."""
 
     def __init__(
-        self, disturb: int | None = None, row: int = 0, expand: tuple[set[int], int] | None = None, disturb_copy: bool = False
+        self,
+        disturb: int | None = None,
+        row: int = 0,
+        expand: tuple[set[int], int] | None = None,
+        disturb_copy: bool = False,
+        packing: Packing | None = None,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
 
-        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output.
+        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output. With a ``packing``, what has positions is
+        noted position by position instead of row by row.
         """
+        self.packing = packing
         self.disturb_copy = disturb_copy
         self.entries: list[Entry] = []
         #: The last call of every module without a rule.
@@ -70,7 +77,7 @@ class Recorder:
         if lead is None or lead.dim() == 0:
             raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
         index = len(self.entries)
-        self.entries.append(Entry(site, lead.shape, fingerprint(lead)))
+        self.entries.append(Entry(site, lead.shape, self._print(lead)))
         out = original(*args, **kwargs)
         if index == self.disturb:
             out = out.clone()
@@ -83,6 +90,11 @@ class Recorder:
                 out[self.row] += 1.0 + out[self.row].abs().max()
         return out
 
+    def _print(self, x: Tensor) -> Tensor:
+        if self.packing is None or self.packing.features(x.shape) is None:
+            return fingerprint(x)
+        return fingerprint(self.packing.by_position(x))
+
     def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note its arguments and what it returned."""
         call = site.rule.record(site.module, args, kwargs)
@@ -92,11 +104,11 @@ class Recorder:
         for place, x in enumerate(call.leaves):
             if isinstance(x, Tensor) and x.dim() > 0:
                 # Masks have infinities.
-                rows = fingerprint(torch.nan_to_num(x, 0.0, 1e6, -1e6) if x.is_floating_point() else x)
+                rows = self._print(torch.nan_to_num(x, 0.0, 1e6, -1e6) if x.is_floating_point() else x)
                 self.entries.append(Entry(site, x.shape, rows, argument=place))
         for index, x in enumerate(float_tensors(out)):
             if x.dim() > 0:
-                self.entries.append(Entry(site, x.shape, fingerprint(x), output=index))
+                self.entries.append(Entry(site, x.shape, self._print(x), output=index))
         return out
 
 

@@ -36,7 +36,7 @@ class ExactStore:
             for kept in micro.kept:
                 for shape in kept.shapes():
                     parts = tuple(part.detach().to("cpu", copy=True) for part in shape.parts())
-                    held.append((place[kept.scored], first, kept.rule.restore(kept.constants, kept.kind, parts)))
+                    held.append((place[kept.scored], first, kept.restore(parts)))
             for replayed in micro.replays:
                 for name, s in replayed.scored.items():
                     for shape in replayed.shapes(name, micro.n, quietly).values():

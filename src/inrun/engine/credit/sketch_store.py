@@ -18,7 +18,7 @@ from inrun.engine.credit.direction import Direction, Epoch
 from inrun.engine.credit.memory import Numbers
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch, Replayed
-from inrun.layers import Formed, from_bits
+from inrun.layers import Formed, add_up, from_bits
 from inrun.layers.layout import row_dots, scratch_like
 
 #: One column in so many stands for all where the error of an estimate is estimated.
@@ -35,26 +35,36 @@ class RowsApart:
     #: Row numbers ``[n, r]``, or ``[r]`` where all samples touched the same (positions); values ``[n, r, J]``.
     numbers: Tensor
     values: Tensor
+    #: In packed documents n above are chunks of them: the document of each, ``[n]``, in order.
+    owner: Tensor | None = None
 
     @classmethod
-    def of(cls, parameter: int, first: int, numbers: Tensor, values: Tensor) -> RowsApart:
+    def of(cls, parameter: int, first: int, numbers: Tensor, values: Tensor, owner: Tensor | None = None) -> RowsApart:
         """See whether all samples touched the same rows."""
         same = len(numbers) > 0 and bool((numbers == numbers[:1]).all())
-        return cls(parameter, first, numbers[0].clone() if same else numbers, values)
+        return cls(parameter, first, numbers[0].clone() if same else numbers, values, owner)
 
-    @property
+    @functools.cached_property
     def n(self) -> int:
         """Return the number of samples."""
-        return len(self.values)
+        return len(self.values) if self.owner is None else int(self.owner[-1]) + 1
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        return x if self.owner is None else add_up(x, self.owner, self.n)
 
     def contract(self, table: Tensor) -> Tensor:
         """Return Σ_r ⟨values_nr, table[row_nr]⟩, ``[n, k]``, for a table ``[k, rows, J]``."""
         flat = self.values.flatten(1)
         if self.numbers.dim() == 1:
-            return torch.stack([flat @ t[self.numbers].reshape(-1) for t in table], dim=1)
+            return self._by_sample(torch.stack([flat @ t[self.numbers].reshape(-1) for t in table], dim=1))
         index = self.numbers.reshape(-1)
         picked = scratch_like(table, (len(index), table.shape[-1]), "rows apart")
-        return torch.stack([row_dots(torch.index_select(t, 0, index, out=picked).view(flat.shape), flat) for t in table], dim=1)
+        dots = [row_dots(torch.index_select(t, 0, index, out=picked).view(flat.shape), flat) for t in table]
+        return self._by_sample(torch.stack(dots, dim=1))
+
+    def energies(self) -> Tensor:
+        """Return Σ_r ‖values_nr‖², ``[n]``."""
+        return self._by_sample(self.values.square().flatten(1).sum(1))
 
     def squared(self, table: Tensor) -> Tensor:
         """Return Σ_r Σ_j values² · table²: the variance of :meth:`contract`."""
@@ -168,7 +178,7 @@ class SketchStore:
                 if leaf.grad is not None:
                     exact[mine, :, place[s]] += leaf.grad.to(sk.dtype)
             for kept in micro.kept_rows:
-                found = [RowsApart.of(place[kept.scored], first, r, v.to(sk.dtype)) for r, v in kept.rows()]
+                found = [RowsApart.of(place[kept.scored], first, r, v.to(sk.dtype), kept.owner) for r, v in kept.rows()]
                 rows += found
                 of_exact += [] if kept.lookup else found
             for replayed in micro.replays:
@@ -313,7 +323,7 @@ class SketchStore:
 def _norms(e: SketchEntry) -> Tensor:
     squares = e.sketch.square().sum(1)
     for r in e.rows:
-        squares[r.first : r.first + r.n] += r.values.square().flatten(1).sum(1)
+        squares[r.first : r.first + r.n] += r.energies()
     return squares.sqrt().double()
 
 

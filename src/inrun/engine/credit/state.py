@@ -14,7 +14,7 @@ from inrun.engine.credit.owing import Owed
 from inrun.engine.credit.sketch_store import RowsApart, SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.errors import ConfigurationError
-from inrun.layers import Formed, GradientShape, LookUp, Outer
+from inrun.layers import Formed, GradientShape, LookUp, Outer, Packed, packed
 from inrun.ledger.labels import Label
 
 #: Tensors of a sketched step, by field.
@@ -59,6 +59,7 @@ def _sketch_state(store: SketchStore, tensors: dict[str, Tensor]) -> dict[str, A
         tensors |= {f"entry.{j}.{name}": getattr(e, name) for name in _FIELDS}
         for i, r in enumerate(e.rows):
             tensors |= {f"entry.{j}.rows.{i}": r.numbers, f"entry.{j}.values.{i}": r.values}
+            tensors |= {} if r.owner is None else {f"entry.{j}.owner.{i}": r.owner}
         rows.append({"epoch": e.epoch, "rows": [(r.parameter, r.first) for r in e.rows]})
     for number, epoch in store.epochs.items():
         tensors |= {f"epoch.{number}.{i}": w for i, w in enumerate(epoch.weights)}
@@ -74,6 +75,8 @@ def _sketch_state(store: SketchStore, tensors: dict[str, Tensor]) -> dict[str, A
 def _exact_state(e: ExactEntry, j: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
     held = []
     for r, (i, first, shape) in enumerate(e.held):
+        if isinstance(shape, Packed):
+            tensors[f"entry.{j}.{r}.owner"], shape = shape.owner, shape.inner
         for p, part in enumerate(shape.parts()):
             tensors[f"entry.{j}.{r}.{p}"] = part
         more = [shape.rows, shape.padding] if isinstance(shape, LookUp) else []
@@ -131,7 +134,13 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
     for j, e in enumerate(plain["entries"]):
         fields = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
         rows = [
-            RowsApart(i, first, tensors[f"entry.{j}.rows.{r}"].to(device), tensors[f"entry.{j}.values.{r}"].to(device))
+            RowsApart(
+                i,
+                first,
+                tensors[f"entry.{j}.rows.{r}"].to(device),
+                tensors[f"entry.{j}.values.{r}"].to(device),
+                owner.to(device) if (owner := tensors.get(f"entry.{j}.owner.{r}")) is not None else None,
+            )
             for r, (i, first) in enumerate(e["rows"])
         ]
         entries.append(SketchEntry(epoch=e["epoch"], rows=rows, **fields))
@@ -154,5 +163,6 @@ def _load_exact(e: dict[str, Any], j: int, tensors: dict[str, Tensor]) -> ExactE
     held: list[tuple[int, int, GradientShape]] = []
     for r, h in enumerate(e["held"]):
         parts = tuple(tensors[f"entry.{j}.{r}.{p}"].clone() for p in range(h["parts"]))
-        held.append((h["parameter"], h["first"], kinds[h["kind"]].of(parts, *h["more"])))
+        shape, owner = kinds[h["kind"]].of(parts, *h["more"]), tensors.get(f"entry.{j}.{r}.owner")
+        held.append((h["parameter"], h["first"], shape if owner is None else packed(shape, owner, int(owner[-1]) + 1)))
     return ExactEntry(e["n"], held, {i: tensors[f"entry.{j}.factor.{i}"] for i in e["factors"]})
