@@ -55,27 +55,25 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
 
         memory = {"credit_memory": "exact"} if size is None else {"sketch": size}
         accountant = inrun.Accountant(model, optimizer, validation, credit="whole", bitwise=True, audit_every=0, **memory)
-        estimated = exact_sum = 0.0
         peak = 0
         for t in range(options.steps):
             for g in optimizer.param_groups:
                 g["lr"] = options.lr * min(1.0, (t + 1) / 20)
-            with accountant.step(range(t * options.batch, (t + 1) * options.batch)) as step:
+            with accountant.step(range(t * options.batch, (t + 1) * options.batch)):
                 next_token_loss(model, rows(options.batch, draw)).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            payment = step.whole._payment
-            estimated, exact_sum = estimated + float(payment.estimated.sum()), exact_sum + float(payment.data.sum())
             peak = max(peak, accountant.held_bytes())
         accountant.close()
+        credit = accountant._run.credit
         table = accountant.ledger.credits().sort_by([("step", "ascending"), ("row", "ascending")])
         found.append(
             {
                 "size": size,
                 "credit": table["credit"].to_numpy().reshape(options.steps, -1).astype(float),
                 "error": table["error"].to_numpy().reshape(options.steps, -1).astype(float),
-                "totals": estimated / exact_sum,
+                "totals": 1.0 - float(credit.spread.sum() / credit.given.sum()),
                 "bytes": peak,
                 "entries": sum(p.numel() for p in model.parameters()),
             }

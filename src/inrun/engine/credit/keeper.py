@@ -59,6 +59,8 @@ class Payment:
     #: ``[rows, k]``: what rows get, the coming step's last; the ``first`` of the open steps are owed theirs.
     parts: Tensor
     first: int
+    #: What was missing in the estimates and is spread in ``parts``, ``[k]``.
+    rest: Tensor
     #: Σ|parts| of all open rows over that of the coming step's rows, as it was last.
     to_all: Tensor
     #: ``[k]`` each, in double precision: what the samples get together, decay, inherited.
@@ -108,6 +110,8 @@ class WholeCredit:
         #: What older uses are owed, and Σ|parts| of all open rows over that of a step's own, as it was last.
         self.owed = Owed.from_now(np.zeros((0, len(scored))))
         self.to_all = torch.ones(1, dtype=torch.float64)
+        #: What the samples got so far, and how much of it was missing in the estimates and spread, ``[k]`` each.
+        self.given = self.spread = torch.zeros(1, dtype=torch.float64)
         #: What the last step made of each parameter, whose memory the next one takes.
         self.free: dict[int, Realised] = {}
         self.steps = 0
@@ -127,10 +131,10 @@ class WholeCredit:
         decays: dict[int, Tensor],
         inherited: dict[int, tuple[Tensor, float]],
         owed: Owed,
-        to_all: Tensor,
+        sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Go on from a saved state (see ``credit.state``)."""
-        self.owed, self.to_all = owed, to_all
+        self.owed, (self.to_all, self.given, self.spread) = owed, sums
         self.steps, self.begun, self.columns, self.open, self.factors = steps, begun, columns, open_, factors
         self.decays, self.inherited = decays, inherited
 
@@ -197,10 +201,10 @@ class WholeCredit:
         if checked:
             check_totals(self.scored, move, entry, self.store, step)
         empty = torch.zeros(0, k, dtype=torch.float64)
-        payment = Payment(move, direction, entry, kappa, paces, empty, self.owed.count, self.to_all, total, decay, inherited)
+        none, first = torch.zeros_like(total), self.owed.count
+        payment = Payment(move, direction, entry, kappa, paces, empty, first, none, self.to_all, total, decay, inherited)
         if to_all or self.pays_at_once or self.owed.count == 0:
             return self.to_all_rows(payment)
-        first = self.owed.count
         return replace(payment, parts=self.store.parts([*self.store.entries[first:], entry], kappa[first:], direction).cpu())
 
     @property
@@ -215,26 +219,30 @@ class WholeCredit:
         everyone = [*self.store.entries, payment.entry]
         parts = self.store.parts(everyone, payment.kappa, payment.direction).cpu()
         sizes = np.repeat(np.abs(payment.kappa).mean(1), [e.n for e in everyone])
-        parts = parts + split_rest(payment.data - parts.sum(0), self.store.weights(everyone).cpu() * torch.from_numpy(sizes))
-        return replace(payment, parts=parts, first=0)
+        rest = payment.data - parts.sum(0)
+        parts = parts + split_rest(rest, self.store.weights(everyone).cpu() * torch.from_numpy(sizes))
+        return replace(payment, parts=parts, first=0, rest=rest)
 
     @torch.no_grad()
-    def _owed_parts(self) -> list[Tensor]:
-        """Return what the rows of all open steps are to get of what is owed, with the block's rest spread over them."""
+    def _owed_parts(self) -> tuple[list[Tensor], Tensor]:
+        """Return what the rows of all open steps are to get of what is owed, and the block's rest that is spread in it."""
         owed = self.owed
         entries: list[Any] = list(self.store.entries)
         assert owed.rest is not None
         parts = self.store.parts(entries[: owed.count], owed.a, owed.direction()).cpu()
         sizes = torch.from_numpy(np.repeat(owed.sizes, [e.n for e in entries]))
-        found = split_rest(owed.rest - parts.sum(0), self.store.weights(entries).cpu() * sizes)
+        rest = owed.rest - parts.sum(0)
+        found = split_rest(rest, self.store.weights(entries).cpu() * sizes)
         found[: len(parts)] += parts
-        return list(found.split([e.n for e in entries]))
+        return list(found.split([e.n for e in entries])), rest
 
     @torch.no_grad()
     def pay_owed(self) -> None:
         """Pay what is owed, and begin a block."""
         if self.owed.steps:
-            for o, part in zip(self.open, self._owed_parts(), strict=True):
+            parts, rest = self._owed_parts()
+            self.spread = self.spread + rest
+            for o, part in zip(self.open, parts, strict=True):
                 o.credit += part
             owed = self.owed
             assert isinstance(self.store, SketchStore)
@@ -272,6 +280,7 @@ class WholeCredit:
             paid = self.open[payment.first :]
             for o, part in zip(paid, payment.parts.split([*(len(o.credit) for o in paid), entry.n])[:-1], strict=True):
                 o.credit += part
+            self.given, self.spread = self.given + payment.data, self.spread + payment.rest
             self._note(payment)
         own = torch.zeros(entry.n, k, dtype=torch.float64) if payment is None else payment.own.clone()
         self.open.append(Open(step, ids, own))
@@ -371,24 +380,25 @@ class WholeCredit:
         paid = self.memory.shares_paid()
         open_ = self.open
         if self.owed.steps:
-            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts(), strict=True)]
+            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts()[0], strict=True)]
         return [_settled(o, e, float(p), self.columns) for o, e, p in zip(open_, errors, paid, strict=True)]
 
     def expected(self, entry: Any, move: WholeMove) -> tuple[int, int]:
-        """Return how many steps a window has, and what it will take with rows like these in every step, in bytes."""
+        """Return how many steps a window has, and the most that will be held with rows like these in every step, in bytes."""
         later = max((m.recall.later for m in move.moves.values()), default=0.0)
         steps = 1 if later <= 0 else min(10_000, math.ceil(math.log(REST) / math.log(min(later, 0.9999))))
-        steps += 0 if self.exact or later <= 0 else BLOCK - 1
-        return steps, steps * self.store.nbytes_of(entry)
+        moved = [x for m in move.moves.values() for x in (m.realised.q, m.realised.gain) if isinstance(x, Tensor)]
+        always = sum(x.nbytes for x in moved)
+        if not isinstance(self.store, SketchStore):
+            return steps, steps * self.store.nbytes_of(entry) + always
+        steps += 0 if later <= 0 else BLOCK - 1
+        return steps, self.store.expected_bytes(entry, steps, EARLY_STEPS, REFRESH) + always
 
     def nbytes(self) -> int:
         """Return the memory of all that is kept between steps."""
         held = [*self.decays.values(), *(h for h, _ in self.inherited.values())]
-        if isinstance(self.store, SketchStore):
-            held += [*self.store.known_whole.values(), *(self.store.known or [])]
-            held += [w for epoch in self.store.epochs.values() for w in epoch.weights]
-            return self.store.nbytes() + self.owed.nbytes() + self.store.sketcher.nbytes() + sum(x.nbytes for x in held)
-        return self.store.nbytes() + sum(x.nbytes for x in held)
+        held += [x for r in self.free.values() for x in (r.q, r.gain) if isinstance(x, Tensor)]
+        return self.store.nbytes() + self.owed.nbytes() + sum(x.nbytes for x in held)
 
 
 def _settled(o: Open, error: Tensor, paid: float, columns: list[Label]) -> SettledCredits:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.credit.keeper import EARLY_TIMES, Payment, WholeCredit
+from inrun.engine.credit.keeper import Payment, WholeCredit
 from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.directions import Direction, Sketch
@@ -158,19 +158,18 @@ class WholeSettlement(Settling):
 
     def _tell_memory(self, entry: Any, move: WholeMove) -> None:
         """Say once, before any of it is taken, what the open windows will keep; raise if that is more than allowed."""
-        steps, nbytes = self.credit.expected(entry, move)
-        early = 1.0 if self.credit.exact else 1.0 / EARLY_TIMES  # the first steps have finer sketches than the others
-        whole, limit = int(nbytes * early), self.setup.deferred_memory
+        steps, whole = self.credit.expected(entry, move)
+        limit = self.setup.deferred_memory
         kind = "per-sample gradients in host memory" if self.credit.exact else "sketches"
         if limit is not None and whole > limit:
             raise DeferredMemoryError(
-                f"whole credit would keep about {whole / 1e6:,.0f} MB of {kind} for {entry.n} rows in each of {steps} steps, and "
-                f'deferred_memory allows {limit / 1e6:,.0f} MB. Raise it, take credit_memory="sketch" (or a smaller sketch=), or '
-                'credit="step".'
+                f"whole credit would keep up to about {whole / 1e6:,.0f} MB of {kind} for {entry.n} rows in each of {steps} steps, "
+                f'and deferred_memory allows {limit / 1e6:,.0f} MB. Raise it, take credit_memory="sketch" (or a smaller sketch=), '
+                'or credit="step".'
             )
         if whole >= WORTH_SAYING or limit is not None:
             log.warning(
-                "inrun: whole credit keeps about %.0f MB of %s (%d rows in each of %d steps; limit: %s)",
+                "inrun: whole credit keeps at most about %.0f MB of %s and what they need (%d rows in each of %d steps; limit: %s)",
                 whole / 1e6,
                 kind,
                 entry.n,

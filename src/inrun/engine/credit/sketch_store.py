@@ -310,8 +310,26 @@ class SketchStore:
         self._forget_epochs()
 
     def nbytes(self) -> int:
-        """Return the memory of what is kept."""
-        return sum(self.nbytes_of(e) for e in self.entries)
+        """Return the memory of what is kept: sketches, and what directions and gradients are sketched by."""
+        held = [*self.known_whole.values(), *(self.known or [])]
+        held += [w for epoch in self.epochs.values() for w in (*epoch.weights, *epoch.inverse, *epoch.inverse_apart.values())]
+        held += [x for e in self.epochs.values() for x in e.sketcher.signs]
+        different = {x.data_ptr(): x.nbytes for x in held}  # signs are shared
+        return sum(self.nbytes_of(e) for e in self.entries) + sum(different.values())
+
+    def expected_bytes(self, entry: SketchEntry, steps: int, early: int, refresh: int) -> int:
+        """Return the most that windows of so many steps will take, given one of the ``early`` ones, whose sketches are finer."""
+        mine, usual = self.sketchers[True], self.sketchers[False]
+        rows = sum(x.nbytes for r in entry.rows for x in (r.numbers, r.values)) + entry.beyond.nbytes
+        first = self.nbytes_of(entry)
+        later = rows + (first - rows) * usual.columns // max(mine.columns, 1)
+        k, size = len(entry.known), entry.sketch.element_size()
+        segments, fine = sum(p.segments for p in usual.plans), sum(p.rows * p.per_row_apart for p in usual.plans)
+        apart = sum(p.rows * p.per_row_apart for p in usual.plans if p.fine)
+        epochs = min(steps // refresh + 2, 3 + steps)
+        entries = sum(len(x) for x in mine.signs) + k * sum(s.parameter.numel() for s in usual.scored)
+        always = size * (entries + epochs * (2 * segments + apart) + 2 * k * fine)
+        return min(steps, early) * first + max(0, steps - early) * later + always
 
     @staticmethod
     def nbytes_of(entry: SketchEntry) -> int:

@@ -17,6 +17,8 @@ from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer, Packed, packed
 from inrun.ledger.labels import Label
 
+#: Numbers by column that last over the run.
+_SUMS = ("to_all", "given", "spread")
 #: Tensors of a sketched step, by field.
 _FIELDS = ("sketch", "beyond", "known", "known_square", "rest", "spread_rows", "rest_rows")
 
@@ -37,7 +39,7 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
         "exact": credit.exact,
         "owed": credit.owed.state(_sketcher_names(credit), tensors),
     }
-    tensors["to_all"] = credit.to_all
+    tensors |= {name: getattr(credit, name) for name in _SUMS}
     if isinstance(credit.store, SketchStore):
         plain |= _sketch_state(credit.store, tensors)
         plain["sketch"] = credit.store.sketchers[False].size
@@ -107,7 +109,7 @@ def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
             i: (_like(credit, i, tensors[name]), float(plain["inherited"][str(i)])) for name, i in _numbered(tensors, "inherited.")
         },
         owed=Owed.from_state(plain["owed"], {name: s for s, name in _sketcher_names(credit).items()}, tensors),
-        to_all=tensors["to_all"],
+        sums=(tensors["to_all"], tensors["given"], tensors["spread"]),
     )
     credit.memory.load_state_dict(plain["memory"])
     if isinstance(credit.store, SketchStore):
