@@ -89,6 +89,22 @@ class UnbatchedPositions(Tied):
         return self.head(torch.tanh(self.mix(self.layer(x) + self.positions(torch.arange(x.shape[1])))))
 
 
+class Grid(nn.Module):
+    """A layer over one, two or three dimensions of space, ``[n, D, t]`` or ``[n, D, t, t]`` or ``[n, D, t, t, t]``."""
+
+    def __init__(self, layer: nn.Module, dims: int, images: int = 1) -> None:
+        super().__init__()
+        self.layer, self.dims, self.images = layer, dims, images
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = row = x.transpose(1, 2)
+        for _ in range(self.dims - 1):
+            grid, row = grid.unsqueeze(-1) + row.unsqueeze(-2).sin() * grid.unsqueeze(-1), row.unsqueeze(-2)
+        if self.images > 1:
+            grid = torch.stack([grid * (i + 1) for i in range(self.images)], 1).flatten(0, 1)
+        return self.layer(grid).reshape(len(x), -1)
+
+
 class Flattened(nn.Module):
     """Samples laid end to end before the layer."""
 
@@ -165,6 +181,39 @@ def frozen_weight() -> nn.Module:
     return layer
 
 
+def convolutions() -> list[Case]:
+    """One to three dimensions; strides, paddings of every kind, dilation, groups; several images per sample."""
+    options: dict[str, tuple[int, dict[str, object]]] = {
+        "1d": (1, {"padding": 1}),
+        "1d, stride, no bias": (1, {"stride": 2, "padding": 2, "bias": False}),
+        "1d, same": (1, {"padding": "same"}),
+        "1d, same, uneven, replicated": (1, {"kernel_size": 4, "padding": "same", "padding_mode": "replicate"}),
+        "1d, circular, dilated": (1, {"dilation": 2, "padding": 1, "padding_mode": "circular", "kernel_size": 2}),
+        "2d": (2, {"padding": 1}),
+        "2d, stride and dilation": (2, {"padding": (2, 3), "stride": (2, 1), "dilation": (1, 2)}),
+        "2d, groups": (2, {"padding": 1, "groups": 3}),
+        "2d, depthwise, replicated": (2, {"padding": 1, "groups": D, "kernel_size": 2, "padding_mode": "replicate"}),
+        "2d, one by one": (2, {"kernel_size": 1}),
+        "3d": (3, {"padding": 1, "stride": 2}),
+    }
+    kinds: list[type[nn.Module]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+    transposed: list[type[nn.Module]] = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+    found = []
+    for name, (dims, chosen) in options.items():
+        arguments = {"kernel_size": 3} | chosen
+        own = "padding_mode" not in chosen
+        build = lambda kind=kinds[dims - 1], dims=dims, arguments=arguments: Grid(kind(D, D, **arguments), dims)  # noqa: E731
+        found.append(Case(f"convolution {name}", build, floats, "convolution", ("shared", "project") if own else ("project",)))
+        if own and name != "2d, one by one":
+            extra = arguments | ({"output_padding": 1, "padding": 0} if arguments.get("stride") == 2 else {"padding": 0})
+            build = lambda kind=transposed[dims - 1], dims=dims, extra=extra: Grid(kind(D, D, **extra), dims)  # noqa: E731
+            found.append(Case(f"transposed convolution {name}", build, floats, "transposed convolution", ("project",)))
+    return [
+        *found,
+        Case("convolution, two images each", lambda: Grid(nn.Conv2d(D, 5, 3, padding=1), 2, images=2), floats, "convolution"),
+    ]
+
+
 CASES = [
     Case("linear", lambda: nn.Linear(D, 5), floats, "linear"),
     Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), floats, "linear"),
@@ -202,6 +251,7 @@ CASES = [
         "fallback",
         ("vmap",),
     ),
+    *convolutions(),
     Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
 ]
 

@@ -163,6 +163,35 @@ def test_shared_weight_gradients_equal_the_frameworks() -> None:
         accountant.close()
 
 
+@pytest.mark.parametrize(("case", "form"), COMBINATIONS)
+def test_whole_credit_kept_and_sketched(case: Case, form: str) -> None:
+    """What is kept until the optimizer steps, and sketches with a number for every entry, give the credits of the gradients."""
+    g = torch.Generator().manual_seed(5)
+    x, mask, n = case.draw(4, 4, g), position_mask(4, 4, g), 4
+    found = []
+    for options in ({"credit_memory": "exact"}, {"sketch": 1 << 20}):
+        model = model_of(case)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.5)
+        with inrun.Accountant(
+            model,
+            optimizer,
+            lambda net: masked_sum(net(x[:2]), mask[:2]),
+            form=form if form in ("shared", "project") else "auto",
+            audit_every=1,
+            credit="whole",
+            **options,
+        ) as accountant:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with accountant.step(range(n)):
+                    (masked_sum(model(x), mask) / mask.sum()).backward()
+                    optimizer.step()
+        table = accountant.ledger.credits().sort_by([("step", "ascending"), ("row", "ascending")])
+        found.append(torch.tensor(table["credit"].to_numpy().astype(float)))
+    assert relative_error(found[1], found[0]) < max(1e-6, case.accuracy), case.name  # the books are in single precision
+
+
 class DropoutInside(nn.Module):
     """Dropout inside a module without a rule: the repeated forward must draw the same mask."""
 

@@ -250,7 +250,7 @@ class Microbatch:
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
-            kind, parts = site.rule.kept_as(name, s.parameter, inputs, dtype, self.n)
+            kind, parts = site.rule.kept_as(constants, name, s.parameter, inputs, dtype, self.n)
             key = (s, *parts[0])
             if kind.summable and key in self._formed:
                 leaves = self._formed[key].leaves

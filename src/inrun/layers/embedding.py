@@ -38,7 +38,7 @@ class EmbeddingRule(LayerRule):
         return {"weight": LookUp(inputs[0].reshape(n, -1), by_sample(b, n, 1), *constants)}
 
     def kept_as(
-        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
     ) -> tuple[type[GradientShape], Parts]:
         """Output gradients and tokens."""
         t = inputs[0].numel() // max(n, 1)

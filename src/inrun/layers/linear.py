@@ -83,11 +83,11 @@ class LinearRule(LayerRule):
         return found
 
     def kept_as(
-        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
     ) -> tuple[type[GradientShape], Parts]:
         """The smaller of factors and formed gradients."""
         if name == "bias":
-            return super().kept_as(name, parameter, inputs, dtype, n)
+            return super().kept_as(constants, name, parameter, inputs, dtype, n)
         (p, q), a = parameter.shape, inputs[0]
         dtypes = (a.dtype, dtype) if self.transposed else (dtype, a.dtype)
         return Outer.kept_as(n, positions(a, n), p, q, dtypes)

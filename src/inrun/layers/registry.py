@@ -83,7 +83,7 @@ class LayerRule:
         raise NotImplementedError
 
     def kept_as(
-        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
     ) -> tuple[type[GradientShape], Parts]:
         """Tell as which shape and tensors a gradient is kept until the optimizer steps; ``dtype`` is the output's."""
         return Formed, (((n, *parameter.shape), torch.promote_types(parameter.dtype, torch.float32)),)
