@@ -102,7 +102,48 @@ class Grid(nn.Module):
             grid, row = grid.unsqueeze(-1) + row.unsqueeze(-2).sin() * grid.unsqueeze(-1), row.unsqueeze(-2)
         if self.images > 1:
             grid = torch.stack([grid * (i + 1) for i in range(self.images)], 1).flatten(0, 1)
-        return self.layer(grid).reshape(len(x), -1)
+        # torch 2.13 crashes in the backward of a group norm whose input is channels-last and needs no gradient.
+        return self.layer(grid.contiguous()).reshape(len(x), -1)
+
+
+class Rows(nn.Module):
+    """Positions laid end to end before the layer, ``[n·t, D]``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:2], -1)
+
+
+class Twice(nn.Module):
+    """A layer of two inputs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, input2=torch.sin(x))
+
+
+class Bags(nn.Module):
+    """Bags with a weight per token, or laid end to end with offsets; the first may be empty."""
+
+    def __init__(self, offsets: bool = False, last: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.EmbeddingBag(11, D, mode="mean" if offsets else "sum", include_last_offset=last)
+        self.offsets, self.last = offsets, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.offsets:
+            return self.layer(x, per_sample_weights=(x + 1).to(self.layer.weight.dtype).sqrt())
+        kept = x % 3 != 0
+        counts = kept.sum(1)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        return self.layer(x[kept], torch.cat([starts, ends[-1:]]) if self.last else starts)
 
 
 class Flattened(nn.Module):
@@ -169,6 +210,13 @@ def scrambled(module: nn.Module) -> nn.Module:
     return module
 
 
+def in_eval(module: nn.Module) -> nn.Module:
+    """A norm with running statistics of some run, which it uses."""
+    module = scrambled(module).eval()
+    module.running_mean.normal_(), module.running_var.uniform_(0.5, 2.0)
+    return module
+
+
 def frozen_bias() -> nn.Module:
     layer = nn.Linear(D, 5)
     layer.bias.requires_grad_(False)
@@ -214,6 +262,20 @@ def convolutions() -> list[Case]:
     ]
 
 
+def bags() -> list[Case]:
+    options = {"sum": {}, "mean": {}, "sum, padding_idx": {"padding_idx": 3}, "mean, padding_idx": {"padding_idx": 3}}
+    return [
+        Case(
+            f"embedding bag, {name}",
+            lambda name=name, chosen=chosen: nn.EmbeddingBag(11, D, mode=name.split(",")[0], **chosen),
+            tokens,
+            "embedding bag",
+            ("project",),
+        )
+        for name, chosen in options.items()
+    ]
+
+
 CASES = [
     Case("linear", lambda: nn.Linear(D, 5), floats, "linear"),
     Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), floats, "linear"),
@@ -252,6 +314,33 @@ CASES = [
         ("vmap",),
     ),
     *convolutions(),
+    Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats, "group norm"),
+    Case("group norm, two images each", lambda: Grid(scrambled(nn.GroupNorm(2, D)), 1, images=2), floats, "group norm"),
+    Case("group norm of positions", lambda: Rows(scrambled(nn.GroupNorm(2, D))), floats, "group norm"),
+    Case(
+        "instance norm",
+        lambda: Grid(scrambled(nn.InstanceNorm2d(D, affine=True)), 2),
+        lambda n, t, g: floats(n, t + 1, g),
+        "instance norm",
+        ("project",),
+    ),
+    Case(
+        "instance norm, running statistics",
+        lambda: Grid(in_eval(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)), 1),
+        floats,
+        "instance norm",
+        ("project",),
+    ),
+    Case("batch norm in eval mode", lambda: Grid(in_eval(nn.BatchNorm2d(D)), 2), floats, "batch norm", ("project",)),
+    Case("PReLU", lambda: nn.PReLU(), floats, "PReLU", ("project",)),
+    Case("PReLU by channel", lambda: Grid(scrambled(nn.PReLU(D)), 2), floats, "PReLU", ("project",)),
+    Case("bilinear", lambda: Twice(nn.Bilinear(D, D, 5)), floats, "bilinear", ("project",)),
+    Case("bilinear without bias", lambda: Twice(nn.Bilinear(D, D, 5, bias=False)), flat_floats, "bilinear", ("project",)),
+    *bags(),
+    Case("embedding bag, weighted", lambda: Bags(), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, offsets", lambda: Bags(offsets=True), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, offsets to the last", lambda: Bags(offsets=True, last=True), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, largest", lambda: nn.EmbeddingBag(11, D, mode="max"), tokens, "fallback", ("vmap",)),
     Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
 ]
 

@@ -114,8 +114,8 @@ class Site:
         return all(held(name) is s.parameter for name, s in self.scored.items())
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the tensor whose rows tell the samples: the first tensor argument."""
-        return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        """Return the tensor whose rows tell the samples, as the rule knows it."""
+        return self.rule.lead(self.module, args, kwargs)
 
 
 def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[nn.Parameter, Scored]:

@@ -76,6 +76,10 @@ class LayerRule:
             raise CoverageError(f"a {type(module).__name__} was called with {kinds}; its rule knows calls with one tensor")
         return (given[0],)
 
+    def lead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the tensor of a call whose rows tell the samples: the first."""
+        return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
     def gradients(
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
     ) -> dict[str, GradientShape]:
