@@ -138,7 +138,7 @@ class Bags(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.offsets:
-            return self.layer(x, per_sample_weights=(x + 1).to(self.layer.weight.dtype).sqrt())
+            return self.layer(x, per_sample_weights=(x + 1).to(self.layer.weight.dtype).sqrt() / 9)
         kept = x % 3 != 0
         counts = kept.sum(1)
         ends = counts.cumsum(0)
@@ -168,6 +168,96 @@ class RawScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.sin(x * self.scale)) + self.shift
+
+
+class RawTables(nn.Module):
+    """Positions, a class token, a relative table without a batch and a gate, read at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 9, D))
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.relative = nn.Parameter(torch.randn(25, 2))
+        self.gate = nn.Parameter(torch.randn(()))
+        self.mix, self.query = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape[0], x.shape[1] + 1
+        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions[:, :t]
+        q, k = (layer(x).view(n, t, 2, -1).transpose(1, 2) for layer in (self.query, self.mix))
+        places = torch.arange(t)[:, None] - torch.arange(t)[None] + 12
+        bias = self.relative[places.view(-1)].view(t, t, -1).permute(2, 0, 1).contiguous()
+        scores = q @ k.transpose(2, 3) + 4 * torch.sigmoid(bias).unsqueeze(0)
+        mixed = (scores.softmax(-1) @ q).transpose(1, 2).reshape(n, t, -1)
+        return (x * self.gate.exp() + mixed)[:, 1:]
+
+
+class RawProducts(nn.Module):
+    """Weights that are multiplied with, one of them a slice of another's square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(5, D))
+        self.shift = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.first.t())
+        return nn.functional.linear(x, self.second.square()[:4], self.shift[1:]) @ self.first[:4]
+
+
+class RawConvolved(nn.Module):
+    """A raw parameter that meets the samples in an operation that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(D, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x.transpose(1, 2), self.kernel, groups=D).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention to itself or to other keys and values, batch or sequence first."""
+
+    def __init__(self, batch_first: bool = True, cross: bool = False, **options: object) -> None:
+        super().__init__()
+        self.layer, self.cross = nn.MultiheadAttention(D, 2, batch_first=batch_first, **options), cross
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        key, value = (torch.sin(x), torch.cos(x)) if self.cross else (x, x)
+        out, _ = self.layer(x, key, value, need_weights=self.cross)
+        return out if self.layer.batch_first else out.transpose(0, 1)
+
+
+def encoder_layer(batch_first: bool = True) -> nn.Module:
+    return nn.TransformerEncoderLayer(D, 2, 7, dropout=0.0, batch_first=batch_first)
+
+
+class Turned(nn.Module):
+    """A sequence-first layer in a batch-first model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Decoder(nn.Module):
+    """nn.TransformerDecoderLayer with a causal mask."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(D, 2, 7, dropout=0.0, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        x = x if self.batch_first else x.transpose(0, 1)
+        out = self.layer(x, torch.sin(x), tgt_mask=mask)
+        return out if self.batch_first else out.transpose(0, 1)
 
 
 class NoForwardMode(torch.autograd.Function):
@@ -304,14 +394,27 @@ CASES = [
     Case("tied head, positions of batch 1", lambda: Tied(), tokens, "embedding", ("project",)),
     Case("tied head with padding_idx", lambda: Tied(padding_idx=3), tokens, "embedding", ("project",)),
     Case("positions without batch", lambda: UnbatchedPositions(), tokens, "embedding", ("project",)),
-    Case("raw parameters beside a child", lambda: RawScale(), floats, "fallback", ("jvp",)),
+    Case("raw parameters beside a child", lambda: RawScale(), floats, "read", ("spread",)),
+    Case("raw table, token, bias and gate", lambda: RawTables(), floats, "read", ("spread",), accuracy=1e-9),
+    Case("raw weights of products", lambda: RawProducts(), floats, "read"),
+    Case("raw parameter in an unknown operation", lambda: RawConvolved(), floats, "fallback", ("jvp",)),
+    Case("attention", lambda: Attention(), floats, "read"),
+    Case("attention, sequence first", lambda: Attention(batch_first=False), floats, "read"),
+    Case("attention to others", lambda: Attention(kdim=D, vdim=D, bias=False, cross=True), floats, "read"),
+    Case("attention with more keys", lambda: Attention(add_bias_kv=True, add_zero_attn=True, cross=True), floats, "read"),
+    Case("encoder", lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), floats, "read"),
+    Case("encoder, sequence first", lambda: Turned(encoder_layer(batch_first=False)), floats, "read"),
+    Case(
+        "encoder in eval mode", lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False).eval(), floats, "read"
+    ),
+    Case("decoder", lambda: Decoder(), floats, "read"),
+    Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats, "read"),
     Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
     Case(
         "parametrised linear",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),
         floats,
-        "fallback",
-        ("vmap",),
+        "read",
     ),
     *convolutions(),
     Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats, "group norm"),

@@ -220,14 +220,19 @@ class Microbatch:
         return leaves[s]
 
     def ask(
-        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype, only: str | None = None
     ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor]]:
-        """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed."""
+        """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed.
+
+        ``only`` asks for one parameter of the module.
+        """
         asks: list[Ask] = []
         directions: list[Tensor] = []
         probes: list[Tensor] = []
         buffers: dict[str, Tensor] = {}
         for name, s in site.active().items():
+            if only not in (None, name):
+                continue
             if self.directions.is_zero(s) or not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
                 continue
             if dtype.itemsize < 4:

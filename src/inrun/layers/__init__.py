@@ -3,6 +3,7 @@
 from inrun.layers import bilinear, channels, convolution, embedding, linear, norm  # noqa: F401 - importing registers the rules
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
+from inrun.layers.reads import ReadRule
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
@@ -21,6 +22,7 @@ __all__ = [
     "Output",
     "Owned",
     "Parts",
+    "ReadRule",
     "RecordedCall",
     "Replay",
     "SketchPlan",

@@ -150,7 +150,8 @@ class RunningNormRule(ChannelNormRule):
     def inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         """The images and, where they are used, the running statistics."""
         found = super().inputs(module, args, kwargs)
-        return (*found, module.running_mean, module.running_var) if self.constants(module).known else found
+        constants: Any = self.constants(module)
+        return (*found, module.running_mean, module.running_var) if constants.known else found
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -121,8 +121,9 @@ class Convolved(GradientShape):
         found = []
         for direction in v:
             out = self.geometry.convolve(x, direction)
-            cut = tuple(slice(size) for size in places)
-            found.append(row_dots(b, out[(..., *cut)].reshape(self.n, -1)))
+            for dim, size in enumerate(places, 2):
+                out = out.narrow(dim, 0, size)
+            found.append(row_dots(b, out.reshape(self.n, -1)))
         return torch.stack(found, dim=1)
 
     def _wide(self) -> tuple[Tensor, Tensor]:

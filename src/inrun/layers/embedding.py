@@ -20,6 +20,7 @@ class EmbeddingRule(LayerRule):
     label = "embedding"
     names = ("weight",)
     sparse = True
+    turns = True
 
     def refusal(self, module: nn.Module) -> str | None:
         """Refuse options under which the table's gradient is not the sum over its uses."""
@@ -83,7 +84,7 @@ class EmbeddingBagRule(LayerRule):
             places = starts.unsqueeze(1) + torch.arange(longest, device=tokens.device)
             inside = places < ends.unsqueeze(1)
             places = places.clamp(max=max(len(tokens) - 1, 0))
-            tokens, shares = tokens[places], shares[places] * inside
+            tokens, shares = torch.where(inside, tokens[places], 0), shares[places] * inside
         if module.padding_idx is not None:
             shares = shares * (tokens != module.padding_idx)
         if module.mode == "mean":
@@ -91,8 +92,10 @@ class EmbeddingBagRule(LayerRule):
         return tokens, shares
 
     def lead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The tokens bag by bag."""
-        return self.inputs(module, args, kwargs)[0]
+        """One number for the tokens of every bag: how long the longest is must not show."""
+        tokens, shares = self.inputs(module, args, kwargs)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return ((tokens + 0.7 * places).sin().double() * (shares != 0)).sum(1, keepdim=True)
 
     def gradients(
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]

@@ -63,6 +63,7 @@ class LinearRule(LayerRule):
     label = "linear"
     names = ("weight", "bias")
     owner = LinearOwner()
+    turns = True
     #: Whether the weight is stored ``[i, o]`` instead of ``[o, i]``; the rule's only constant.
     transposed = False
 

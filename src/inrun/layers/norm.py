@@ -87,6 +87,7 @@ class NormRule(LayerRule):
     label = "norm"
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     owner = NormOwner()
+    turns = True
 
     def gradients(
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]

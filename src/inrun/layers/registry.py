@@ -57,6 +57,10 @@ class LayerRule:
     exact: ClassVar[bool] = True
     #: Whether the rule runs the module again instead of mapping (modules without a rule of their own).
     replays: ClassVar[bool] = False
+    #: Whether the module's parameters are scored where its forward reads them (``reads.py``).
+    reads: ClassVar[bool] = False
+    #: Whether all leading dimensions are alike, so that samples need not be in the first.
+    turns: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
 

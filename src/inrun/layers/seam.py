@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.layers.layout import turned
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.sketch import SketchPlan
@@ -63,11 +64,19 @@ class Call:
     #: The output has no batch and is given one copy per sample; it stands for a batch of one, or has no such dimension.
     expands: bool = False
     batch_of_one: bool = False
+    #: Where the samples are not in the first dimension: ``second`` or ``cycled`` (see ``layout.py``).
+    turn: str = ""
 
     @property
     def asked_names(self) -> tuple[str, ...]:
         """Return the parameters that are asked for."""
         return tuple(ask.name for ask in self.asks)
+
+    def gradients(self, inputs: tuple[Tensor, ...], b: Tensor, names: tuple[str, ...]) -> dict[str, GradientShape]:
+        """Map inputs and output gradient, samples first, to shapes."""
+        if self.turn:
+            inputs, b = tuple(turned(x, self.n, self.turn) for x in inputs), turned(b, self.n, self.turn)
+        return self.rule.gradients(self.constants, inputs, b, self.n, names)
 
     def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pick directions, signs and weights out of ``asked`` tensors: they come before the probes."""
@@ -181,9 +190,9 @@ class Owned(torch.autograd.Function):
         buffers, ctx.buffers = ctx.buffers, {}
         totals: dict[str, Tensor] = {}
         if twice:
-            totals = {k: s.total() for k, s in call.rule.gradients(call.constants, saved, b, call.n, names).items()}
+            totals = {k: s.total() for k, s in call.gradients(saved, b, names).items()}
         with torch.no_grad(), unrounded(b):
-            shapes = call.rule.gradients(call.constants, saved, b.detach(), call.n, names)
+            shapes = call.gradients(saved, b.detach(), names)
             once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
         found = totals or once
         own = [found[name].to(weight.dtype) if need else None for name, need in (("weight", needs[4]), ("bias", needs[5]))]
@@ -222,7 +231,7 @@ class Tapped(torch.autograd.Function):
             b = SecondOrder.apply(b, past)
         buffers, ctx.buffers = ctx.buffers, {}
         with torch.no_grad(), unrounded(b):
-            shapes = call.rule.gradients(call.constants, inputs, b.detach(), call.n, call.asked_names)
+            shapes = call.gradients(inputs, b.detach(), call.asked_names)
             leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=False)[1]
         passed = b.sum(0, keepdim=call.batch_of_one) if call.expands else b
         return (None, None, None, passed, None, *([None] * (ctx.inputs + ctx.count)), *leaving)
