@@ -260,6 +260,46 @@ class Decoder(nn.Module):
         return out if self.batch_first else out.transpose(0, 1)
 
 
+class Sequences(nn.Module):
+    """A recurrent network: its outputs and last states, or its outputs alone; packed, or sequence first."""
+
+    def __init__(self, layer: nn.RNNBase, states: bool = False, packed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.states, self.packed = layer, states, packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape[:2]
+        given = x if self.layer.batch_first else x.transpose(0, 1)
+        if self.packed:
+            # Lengths that only the sample itself decides.
+            lengths = (x[:, 0, 0] > 0).long() * (t // 2) + (t - t // 2)
+            given = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=self.layer.batch_first, enforce_sorted=False)
+        out, states = self.layer(given)
+        if self.packed:
+            out = nn.utils.rnn.pad_packed_sequence(out, batch_first=self.layer.batch_first, total_length=t)[0]
+        out = out if self.layer.batch_first else out.transpose(0, 1)
+        if not self.states:
+            return out
+        states = states if isinstance(states, tuple) else (states,)
+        return out + sum(z.sin().sum((0, 2)).view(n, 1, 1) for z in states)
+
+
+def recurrent() -> list[Case]:
+    """Every kind; layers, directions, projections, states that are used or not, packed sequences."""
+    options = {
+        "LSTM": lambda: Sequences(nn.LSTM(D, 5, batch_first=True)),
+        "LSTM, two layers, both directions": lambda: Sequences(nn.LSTM(D, 4, 2, batch_first=True, bidirectional=True), states=True),
+        "LSTM, projected, sequence first": lambda: Sequences(nn.LSTM(D, 5, 2, proj_size=3), states=True),
+        "LSTM, packed": lambda: Sequences(nn.LSTM(D, 4, 2, batch_first=True, bidirectional=True), states=True, packed=True),
+        "GRU": lambda: Sequences(nn.GRU(D, 5, 2, batch_first=True, bidirectional=True), states=True),
+        "GRU without bias": lambda: Sequences(nn.GRU(D, 5, bias=False)),
+        "GRU, packed": lambda: Sequences(nn.GRU(D, 4), states=True, packed=True),
+        "RNN": lambda: Sequences(nn.RNN(D, 5, batch_first=True, bidirectional=True), states=True),
+        "RNN, relu, packed": lambda: Sequences(nn.RNN(D, 5, 2, nonlinearity="relu", bidirectional=True), packed=True),
+    }
+    return [Case(name, build, floats, "recurrent") for name, build in options.items()]
+
+
 class NoForwardMode(torch.autograd.Function):
     """An operation with a backward but no forward-mode derivative; vmap goes through it."""
 
@@ -417,6 +457,7 @@ CASES = [
         "read",
     ),
     *convolutions(),
+    *recurrent(),
     Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats, "group norm"),
     Case("group norm, two images each", lambda: Grid(scrambled(nn.GroupNorm(2, D)), 1, images=2), floats, "group norm"),
     Case("group norm of positions", lambda: Rows(scrambled(nn.GroupNorm(2, D))), floats, "group norm"),

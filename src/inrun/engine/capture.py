@@ -161,6 +161,8 @@ class Capture:
             )
         if site.rule.replays:
             return self._score_by_replay(site, micro, original, args, kwargs)
+        if site.rule.whole:
+            return self._score_whole(site, micro, original, args, kwargs)
         return self._score(site, micro, original, args, kwargs)
 
     def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
@@ -211,6 +213,28 @@ class Capture:
         site.note_form("project")
         call = Call(rule, constants, n, asks, expands, one, turn)
         return Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+
+    def _score_whole(
+        self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        rule, module, n = site.rule, site.module, micro.n
+        inputs = rule.inputs(module, args, kwargs)
+        lead = rule.lead(module, args, kwargs)
+        assert lead is not None
+        if not site.holds_its_parameters():
+            return original(*args, **kwargs)
+        if self.rows.layout(site, lead.shape, n) != "rows":
+            raise RowOwnershipError(
+                f"{site.title} is called with {lead.shape[0]} sequences for {n} samples; give it one per sample"
+            )
+        owned = self.form != "project" and not torch.is_autocast_enabled(lead.device.type) and lead.dtype.itemsize >= 4
+        constants = rule.constants(module)
+        asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
+        if not asks:
+            return original(*args, **kwargs)
+        site.note_form("shared" if owned else "project")
+        made = None if owned else original(*args, **kwargs)
+        return rule.run_scored(Call(rule, constants, n, asks), buffers, asked, module, args, kwargs, made)
 
     def _score_by_replay(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -226,7 +226,7 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         rule = find_rule(module)
         if rule is not None and (reason := rule.refusal(module)):
             raise CoverageError(f"{name} cannot be scored: {reason}. Freeze it, or change the option.")
-        if rule is None or not set(own) <= set(rule.names):
+        if rule is None or not rule.covers(module, set(own)):
             rule = ReadRule()
         site = Site(name, module, rule, own)
         for local, s in own.items():

@@ -59,10 +59,29 @@ class LayerRule:
     replays: ClassVar[bool] = False
     #: Whether the module's parameters are scored where its forward reads them (``reads.py``).
     reads: ClassVar[bool] = False
+    #: Whether the rule runs whole modules, of many parameters and outputs (``run_scored``).
+    whole: ClassVar[bool] = False
     #: Whether all leading dimensions are alike, so that samples need not be in the first.
     turns: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
+
+    def covers(self, module: nn.Module, names: set[str]) -> bool:
+        """Whether the rule knows all these parameters of a module."""
+        return names <= set(self.names)
+
+    def run_scored(
+        self,
+        call: Any,
+        buffers: dict[str, Tensor],
+        asked: list[Tensor],
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+    ) -> Any:
+        """Run a call with probes (rules that score modules as a whole); ``made`` is what the module returned, if it ran."""
+        raise NotImplementedError(f"{type(self).__name__} does not run its module")
 
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this module's gradient is not the rule's, or return None."""
