@@ -141,7 +141,7 @@ def backward(
         if kind == "LSTM":
             assert dc is not None
             gates, tanh, inner = trace.gates[place], trace.extra[2 * place], trace.extra[2 * place + 1]
-            if d_out is not None and unprojected is not None:
+            if w.hr is not None and d_out is not None and unprojected is not None:
                 d_out[s], unprojected[s] = new, inner
                 new = new @ w.hr
             i, f, g, o = gates.chunk(4, 1)

@@ -313,7 +313,7 @@ class Way:
             return torch.stack([torch.func.jvp(function, (p,), (d,))[1] for d in v])
         except NotImplementedError:
             # No forward-mode derivative: u ↦ Jᵀu is linear, and its own transpose is J.
-            out, back = torch.func.vjp(function, p)
+            out, back = torch.func.vjp(function, p)[:2]
             onward = torch.func.vjp(lambda u: back(u)[0], torch.zeros_like(out))[1]
             return torch.stack([onward(d)[0] for d in v])
 

@@ -293,4 +293,5 @@ class RecurrentRule(LayerRule):
         """The smaller of factors and formed gradients."""
         if parameter.dim() == 1:
             return super().kept_as(constants, name, parameter, inputs, dtype, n)
-        return Outer.kept_as(n, inputs[0].shape[0], *parameter.shape, (inputs[0].dtype, inputs[0].dtype))
+        (p, q), t, kind = parameter.shape, inputs[0].shape[0], inputs[0].dtype
+        return Outer.kept_as(n, t, p, q, (kind, kind))
