@@ -135,6 +135,7 @@ class Capture:
             ):
                 return self.model(*args, **kwargs)
         finally:
+            recorder.close()
             self._recorder = before
 
     # One call

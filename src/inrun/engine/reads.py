@@ -16,10 +16,10 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import TURNED
-from inrun.layers.reads import LinearReadRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.reads import LinearReadRule, LookUpRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
 from inrun.layers.seam_reads import Multiplied, Spread, expanded
 
-_spread, _linear = SpreadRule(), LinearReadRule()
+_spread, _linear, _looked_up = SpreadRule(), LinearReadRule(), LookUpRule()
 #: Returns the layout of a call: site, shape, samples.
 LayoutOf = Callable[[Site, torch.Size, int], Layout]
 
@@ -39,6 +39,15 @@ class RecordingReader:
     def __init__(self, recorder: Recorder, n: int) -> None:
         """Note into ``recorder``."""
         self.recorder, self.n = recorder, n
+
+    @property
+    def alive(self) -> bool:
+        """Whether the forward is still being recorded."""
+        return not self.recorder.over
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Look up, and disturb one sample's rows where that is wanted."""
+        return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n)
 
     def check(self, track: Track, operation: Any) -> None:
         """A forward of an autograd function, or one without gradient, is not followed."""
@@ -72,6 +81,22 @@ class ScoringReader:
 
     def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
         """The forward was recorded."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the step is still open."""
+        micro = self._micro()
+        return micro is not None and not micro.over
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Look up, and have the gradients of the rows."""
+        out = table.plain[rows]
+        asks, asked, buffers, ways = self._ask({"weight": table}, (rows,), out.dtype, "look-up")
+        if not asks:
+            return out
+        constants = ({name: way for name, (_, way) in ways.items()}, len(table.plain))
+        tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
+        return tapped
 
     @property
     def micro(self) -> Microbatch:

@@ -25,7 +25,7 @@ from torch import Tensor
 from inrun.layers.layout import by_sample, sum_positions
 from inrun.layers.linear import LinearOwner
 from inrun.layers.registry import LayerRule
-from inrun.layers.shapes import Formed, GradientShape, Outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
 from inrun.layers.sketch import SketchPlan
 from inrun.torch_private import attention_body
 
@@ -114,8 +114,17 @@ class Reader(Protocol):
 
     n: int
 
+    @property
+    def alive(self) -> bool:
+        """Whether the forward that it reads for is still being recorded or scored."""
+        ...
+
     def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
         """Return the tensor with ``dims`` dimensions and ``size`` copies along ``dim``, one (or a block) per sample."""
+        ...
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Return table[rows], with rows of its own for every sample."""
         ...
 
     def check(self, track: Track, operation: Any) -> None:
@@ -184,6 +193,8 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     reader = tracks[0].reader
     if func is F.multi_head_attention_forward:
         return attention_body()(*args, **kwargs)
+    if not reader.alive:  # a tensor that was left on a module by a forward that is over
+        return func(*_mapped(args, lambda x: x.track.plain), **_mapped(kwargs, lambda x: x.track.plain))
     reader.check(tracks[0], func)
     n = reader.n
     met = [x for x in _plain_tensors((*args, *kwargs.values())) if sample_dim(x.shape, n) is not None]
@@ -191,6 +202,11 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _linear(reader, func, args, kwargs)
     if met and func in PRODUCTS and isinstance(args[1], Tracked) and args[1].dim() == 2 and not isinstance(args[0], Tracked):
         return reader.linear(args[0], args[1].track, None, transposed=True)
+    if met and func is F.scaled_dot_product_attention and not any(isinstance(x, Tracked) for x in args):
+        return _elementwise(reader, func, args, kwargs, [args[0]])  # a mask is broadcast
+    index = _index(func, args, kwargs, n)
+    if index is not None:
+        return reader.look_up(index[0], index[1])
     if met and func in ELEMENTWISE:
         return _elementwise(reader, func, args, kwargs, met)
     if _cannot_follow(func, args):
@@ -263,6 +279,18 @@ def _grown_dim(before: torch.Size, after: torch.Size, n: int) -> int | None:
         if dim < len(after) and after[dim] == n and (dim < extra or before[dim - extra] == 1):
             return dim
     return None
+
+
+def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor] | None:
+    """Return table and rows of a look-up that gives every sample rows of its own, None for any other operation."""
+    if func is T.__getitem__:
+        table, rows = args
+    elif func is F.embedding and len(args) == 2 and all(x is None or x is False for x in kwargs.values()):
+        rows, table = args
+    else:
+        return None
+    fits = isinstance(rows, Tensor) and not isinstance(rows, Tracked) and rows.dtype == torch.int64 and rows.dim() > 1
+    return (table.track, rows) if fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n else None
 
 
 def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], met: list[Tensor]) -> Any:
@@ -394,6 +422,22 @@ class SpreadRule(LayerRule):
         """The gradients of the copies."""
         b = b.to(torch.promote_types(b.dtype, torch.float32))
         return {name: Formed(constants[name].pull(b)) for name in names}
+
+
+class LookUpRule(LayerRule):
+    """Rows of a table that was read; ``constants`` are the ways by name, and the number of rows."""
+
+    label = "read"
+
+    def gradients(
+        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """Σ_t b_nt at the rows."""
+        ways, rows = constants
+        formed = LookUp(
+            inputs[0].reshape(n, -1), by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1), rows, None
+        ).form()
+        return {name: Formed(ways[name].pull(formed)) for name in names}
 
 
 class LinearReadRule(LayerRule):

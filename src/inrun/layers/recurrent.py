@@ -91,8 +91,8 @@ def run_layers(net: Network, x: Tensor, h: Tensor, c: Tensor | None, mask: Tenso
 
 
 def by_sample_first(x: Tensor) -> Tensor:
-    """Turn ``[t, n, ...]`` into ``[n, t, ...]``, laid out so."""
-    return x.transpose(0, 1).contiguous()
+    """Turn ``[t, n, ...]`` into ``[n, t, ...]``; batched products take it as it lies."""
+    return x.transpose(0, 1)
 
 
 def go_back(

@@ -72,6 +72,8 @@ class Recorder:
         #: Modules whose parameters are read and met the samples by broadcasting.
         self.spreading: set[Site] = set()
         self.disturb_copy = disturb_copy
+        #: The forward has ended.
+        self.over = False
         self.entries: list[Entry] = []
         #: The last call of every module without a rule.
         self.replayable: dict[Site, RecordedCall] = {}
@@ -102,6 +104,10 @@ class Recorder:
                 out = out.clone()
                 out[self.row] += 1.0 + out[self.row].abs().max()
         return out
+
+    def close(self) -> None:
+        """The forward has ended."""
+        self.over = True
 
     def note(self, site: Site, lead: Tensor) -> None:
         """Note what a call was given."""
