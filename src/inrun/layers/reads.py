@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inrun.errors import CoverageError
 from inrun.layers.layout import by_sample, sum_positions
 from inrun.layers.linear import LinearOwner
 from inrun.layers.registry import LayerRule
@@ -77,7 +78,7 @@ def _cannot_follow(func: Any, args: Any) -> bool:
     return any(part in name for part in RANDOM) or (writes and bool(args) and not isinstance(args[0], Tracked))
 
 
-class UnreadableError(Exception):
+class UnreadableError(CoverageError):
     """A parameter meets the samples in an operation that no kind describes."""
 
     def __init__(self, track: Track, operation: Any) -> None:
@@ -213,10 +214,12 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise UnreadableError(tracks[0], func)
     plain_args, plain_kwargs = _mapped(args, lambda x: x.track.plain), _mapped(kwargs, lambda x: x.track.plain)
     out = func(*plain_args, **plain_kwargs)
-    if met and _has_tensor(out):
-        if any(x.requires_grad for x in met):
+    if _has_tensor(out):
+        # What has gradient and is no parameter was made of samples, whatever its shape; what has none must not move with them.
+        others = list(_plain_tensors((*args, *kwargs.values())))
+        if any(x.requires_grad and not isinstance(x, torch.nn.Parameter) for x in others):
             raise UnreadableError(tracks[0], func)
-        reader.constant(tracks[0], func, met)
+        reader.constant(tracks[0], func, others)
     if func in REPEATING and len(tracks) == 1 and isinstance(out, Tensor):
         dim = _grown_dim(tracks[0].plain.shape, out.shape, n)
         if dim is not None:

@@ -116,7 +116,7 @@ class Recorder:
 
     def note_constants(self, problem: UnreadableError, tensors: list[Tensor]) -> None:
         """Note tensors that no sample may move."""
-        self.constants += [(problem, fingerprint(x)) for x in tensors]
+        self.constants += [(problem, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
 
     def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
         """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""

@@ -140,20 +140,20 @@ class RowCheck:
         return recorder, float_tensors(self.run(arguments, recorder))
 
     def _record_first(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
-        """The same for the first time: modules that read parameters in ways that are not known go through the fallback."""
-        while True:
-            try:
-                # With gradient, so that forwards of autograd functions, which run without, can be told.
-                return self._record(arguments, Recorder(with_grad=any(site.rule.reads for site in self.sites)))
-            except UnreadableError as problem:
-                _fall_back([site for site in problem.sites if site.rule.reads], str(problem))
+        """The same for the first time: with gradient, so that forwards of autograd functions, which run without, can be told."""
+        return self._record(arguments, Recorder(with_grad=any(site.rule.reads for site in self.sites)))
 
     def _moved_constants(self, before: Recorder, after: Recorder) -> bool:
         """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
         for (problem, was), (_, now) in zip(before.constants, after.constants, strict=False):
-            if was.shape != now.shape or bool(moved_rows(was, now).any()):
+            if bool(moved_rows(was, now).any()):
                 _fall_back([site for site in problem.sites if site.rule.reads], str(problem))
                 return True
+        # Rows that are gathered by what a sample is (experts) change the calls themselves.
+        reads = [[(e.site, e.shape) for e in r.entries if e.site is not None and e.site.rule.reads] for r in (before, after)]
+        if reads[0] != reads[1]:
+            _fall_back(list({site for site, _ in (*reads[0], *reads[1])}), "its calls change with the samples")
+            return True
         return False
 
     def _check_spread(self, sites: set[Site], n: int, arguments: Arguments, plain: tuple[list[Entry], list[Tensor]]) -> bool:
@@ -173,7 +173,7 @@ class RowCheck:
         """Run the model with one sample exchanged; it may not take such a batch."""
         try:
             return self._record(arguments, Recorder())[0]
-        except RowOwnershipError:
+        except (RowOwnershipError, UnreadableError):
             raise
         except Exception as error:
             raise RowOwnershipError(
@@ -195,6 +195,19 @@ class RowCheck:
                 self._examined.add(site)
 
     def _examine(
+        self, n: int, arguments: Arguments, samples: list[int], again: bool = False
+    ) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
+        """Classify every call of one forward; modules that read parameters in ways not known go through the fallback first."""
+        while True:
+            try:
+                return self._examine_once(n, arguments, samples, again)
+            except UnreadableError as problem:
+                reading = [site for site in problem.sites if site.rule.reads]
+                if not reading:
+                    raise
+                _fall_back(reading, str(problem))
+
+    def _examine_once(
         self, n: int, arguments: Arguments, samples: list[int], again: bool = False
     ) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
         """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen.
@@ -242,7 +255,13 @@ class RowCheck:
                 if before.argument is not None:
                     _note_argument(before, moved)
                 else:
-                    layouts[i] = classify(before, moved, n, sample, after) or layouts[i]
+                    try:
+                        layouts[i] = classify(before, moved, n, sample, after) or layouts[i]
+                    except RowOwnershipError as problem:
+                        if before.site is None or not before.site.rule.reads:
+                            raise
+                        _fall_back([before.site], str(problem).partition(":")[0])
+                        return self._examine(n, arguments, samples, again)
         if not seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
         if again:
