@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -274,7 +275,9 @@ class Sequences(nn.Module):
             # Lengths that only the sample itself decides.
             lengths = (x[:, 0, 0] > 0).long() * (t // 2) + (t - t // 2)
             given = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=self.layer.batch_first, enforce_sorted=False)
-        out, states = self.layer(given)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
+            out, states = self.layer(given)
         if self.packed:
             out = nn.utils.rnn.pad_packed_sequence(out, batch_first=self.layer.batch_first, total_length=t)[0]
         out = out if self.layer.batch_first else out.transpose(0, 1)

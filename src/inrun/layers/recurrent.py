@@ -208,10 +208,13 @@ class RecurrentRule(LayerRule):
         return given["input"], given.get("hx")
 
     def lead(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The input, samples first."""
+        """The input, samples first; of packed sequences one number each: how long the longest is must not show."""
         x, _ = self._given(module, args, kwargs)
         if isinstance(x, PackedSequence):
-            return pad_packed_sequence(x, batch_first=True)[0]
+            padded = pad_packed_sequence(x)[0].detach()
+            places = torch.arange(len(padded), device=padded.device, dtype=padded.dtype).cos() + 1.5
+            features = torch.arange(padded.shape[2], device=padded.device, dtype=padded.dtype).sin() + 1.5
+            return torch.einsum("tni,t,i->n", padded, places, features).unsqueeze(1)
         return x.unsqueeze(0) if x.dim() == 2 else x if module.batch_first else x.transpose(0, 1)
 
     def inputs(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
