@@ -166,7 +166,7 @@ def test_shared_weight_gradients_equal_the_frameworks() -> None:
         accountant.close()
 
 
-@pytest.mark.parametrize(("case", "form"), COMBINATIONS)
+@pytest.mark.parametrize(("case", "form"), [c for c in COMBINATIONS if c.values[0].rule == "read"])
 def test_whole_credit_kept_and_sketched(case: Case, form: str) -> None:
     """What is kept until the optimizer steps, and sketches with a number for every entry, give the credits of the gradients."""
     g = torch.Generator().manual_seed(5)
