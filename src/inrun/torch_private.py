@@ -6,11 +6,12 @@ Public ways are used wherever they exist. What is left here has none in the rele
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
     "buffers_written_silently",
+    "compiler_here",
     "current_backward",
     "flatten_tree",
     "foreign_gradient_hooks",
@@ -25,8 +27,14 @@ __all__ = [
     "keep_version_counters",
     "move_last",
     "unflatten_tree",
+    "unsafe_view",
+    "uncompiled",
     "version_of",
 ]
+
+#: Returns what compiles the functions that are called from here, None or False if nothing does. Itself a builtin: a function of
+#: ours around it would be compiled in its turn.
+compiler_here: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
@@ -86,3 +94,13 @@ def is_compiled(module: nn.Module) -> bool:
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside what ``torch.compile(module)`` returned; other modules as they are."""
+    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+
+
+def unsafe_view(x: Tensor) -> Tensor:
+    """Return another tensor object for the same memory, which autograd does not take for a view: it may be written to."""
+    return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
-from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes
+from inrun.engine.plan import CallRecorder, Plan
+from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, run_eagerly
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Call, Output, Owned, Tapped
@@ -39,29 +40,36 @@ class Occasion:
 class Capture:
     """Decides what happens in a call of an observed module."""
 
-    def __init__(self, model: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
-        """``form`` is auto, shared or project."""
-        self.model, self.sites, self.form = model, sites, form
+    def __init__(self, model: nn.Module, called: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
+        """``called`` is the model, or what torch.compile made of it; ``form`` is auto, shared or project."""
+        self.model, self.called, self.sites, self.form = model, called, sites, form
         self.rows = RowCheck(sites, self._run_recorded, check_rows)
+        #: What compiled code finds on its modules.
+        self.plan = Plan(sites, form, self.rows)
         self._guard = BufferGuard(model)
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | CallRecorder | None = None
         self._paused = False
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
         #: While not None: the modules that are called, and whether with gradient.
         self._noted: dict[Site, bool] | None = None
+        #: Whether parts of the model are compiled, so that the calls of a forward are prepared before it.
+        self._compiled = False
 
     # What a step says
 
     def observe(self, micro: Microbatch, occasion: Occasion) -> None:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
+        self._compiled = self.called is not self.model or self.plan.wanted(self.model)
+        self.plan.board.observing = True
 
     def rest(self) -> None:
         """Let calls run plainly."""
         self._micro = None
+        self.plan.clear()
 
     @property
     def has_microbatch(self) -> bool:
@@ -72,10 +80,14 @@ class Capture:
     def paused(self) -> Iterator[None]:
         """Let modules run unobserved for the time of the block."""
         before, self._paused = self._paused, True
+        board = self.plan.board
+        shown = board.on, board.observing
+        board.on = board.observing = False
         try:
             yield
         finally:
             self._paused = before
+            board.on, board.observing = shown
 
     @contextlib.contextmanager
     def noting_calls(self) -> Iterator[dict[Site, bool]]:
@@ -93,10 +105,10 @@ class Capture:
     def _observing(self) -> bool:
         return self._micro is not None and self._recorder is None and not self._paused and torch.is_grad_enabled()
 
-    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Run a call of the model, with a look at its rows around it; tell whether an observed forward has ended."""
+    def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
+        """Look at the rows of a call of the model that is about to run, compiled or not; return whether it is observed."""
         if not self._observing:
-            return original(*args, **kwargs), False
+            return False
         micro = self._micro
         assert micro is not None
         if self._depth == 0:
@@ -104,17 +116,28 @@ class Capture:
             began = time.perf_counter()
             self.rows.before_forward((args, kwargs), micro.n, self._occasion.step, self._occasion.audited)
             self._occasion.spend(time.perf_counter() - began)
+            if compiled or self._compiled:
+                self.plan.prepare(micro, (args, kwargs), self.model.training, self._run_recorded)
         self._depth += 1
-        try:
-            out = original(*args, **kwargs)
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            self.rows.after_forward((args, kwargs), micro.n)
-        return out, self._depth == 0
+        return True
 
-    def _run_recorded(self, arguments: Arguments, recorder: Recorder) -> Any:
-        """Run the model without gradient or trace, from the random state as it stands."""
+    def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> bool:
+        """Look at what an observed call has shown; tell whether the outermost one has ended."""
+        self._depth -= 1
+        if self._depth or failed:
+            return False
+        self.check_compiled()
+        if self._micro is not None:
+            self.rows.after_forward((args, kwargs), self._micro.n)
+        return True
+
+    def check_compiled(self) -> None:
+        """Raise if compiled code called modules in a way that nobody has prepared."""
+        if self.plan.board.on or self.plan.board.unprepared:
+            self.plan.check()
+
+    def _run_recorded(self, arguments: Arguments, recorder: Recorder | CallRecorder) -> Any:
+        """Run the model without gradient or trace, from the random state as it stands, and without compiled code."""
         args, kwargs = arguments
         before, self._recorder = self._recorder, recorder
         try:
@@ -124,7 +147,7 @@ class Capture:
                 modes(self.model, None, batch_norm_eval=True),
                 self._guard.hold(),
             ):
-                return self.model(*args, **kwargs)
+                return run_eagerly(self.model, *args, **kwargs)
         finally:
             self._recorder = before
 
@@ -148,6 +171,8 @@ class Capture:
                 "verified. Call the model itself (model(x), not model.forward(x)), give the Accountant the module whose forward "
                 "you call, or pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
+        if self.plan.board.on and not site.rule.replays:
+            return self.plan.desks[site].run(site.module, original, args, kwargs)
         if site.rule.replays:
             return self._score_by_replay(site, micro, original, args, kwargs)
         return self._score(site, micro, original, args, kwargs)

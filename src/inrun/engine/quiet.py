@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +100,17 @@ def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None
     with torch.no_grad():
         buffer.copy_(copy)
     setattr(model.get_submodule(owner), local, buffer)
+
+
+def run_eagerly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function so that nothing in it is compiled, nor runs as compiled before."""
+
+    def plainly() -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return run(*args, **kwargs)
+
+    # First out of any compiled call that this one is inside of, where the stance may not be changed.
+    return torch.compiler.disable(plainly)()
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

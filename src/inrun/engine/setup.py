@@ -20,7 +20,7 @@ from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
 from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
-from inrun.torch_private import buffers_written_silently, is_compiled
+from inrun.torch_private import buffers_written_silently, uncompiled
 
 log = logging.getLogger("inrun")
 
@@ -37,7 +37,9 @@ class CreditPlan:
 class Setup:
     """Everything about a run that does not change while it runs."""
 
+    #: The model, and what is called: the same, or what torch.compile made of it.
     model: nn.Module
+    called: nn.Module
     optimizers: list[torch.optim.Optimizer]
     scored: list[Scored]
     sites: list[Site]
@@ -145,6 +147,7 @@ def make_setup(
     deferred_memory: int | str | None,
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
+    called, model = model, uncompiled(model)
     check_model(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
@@ -168,13 +171,14 @@ def make_setup(
         raise ConfigurationError(f"form is {form!r}; accepted are auto, shared and project")
     if bitwise and form == "shared":
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
-    sets = Validation(model, validation, validation_mode)
+    sets = Validation(model, called, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(
         model=model,
+        called=called,
         optimizers=optimizers,
         scored=list(by_parameter.values()),
         sites=find_sites(model, by_parameter),
@@ -219,12 +223,6 @@ def check_model(model: Any) -> None:
         raise ConfigurationError(
             f"the model is sharded over processes{where}, by FSDP or a DTensor plan, which is not supported yet. Score a run of "
             "one process that holds the whole model."
-        )
-    compiled = [name or "the model itself" for name, m in model.named_modules() if is_compiled(m)]
-    if compiled:
-        raise ConfigurationError(
-            f"{', '.join(compiled[:3])} is compiled, and compiled modules are not scored yet: make the Accountant from the module "
-            "before torch.compile, and train that one"
         )
 
 

@@ -209,6 +209,7 @@ class Step(OpenStep):
             raise
 
     def _check_coverage(self) -> None:
+        self.run.capture.check_compiled()
         wanted = [s for s in self.setup.scored if not self.asks.is_zero(s)]
         self.watch.check_coverage(wanted, [m.backwards for m in self.microbatches])
         for micro in self.microbatches:

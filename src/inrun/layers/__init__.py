@@ -3,6 +3,7 @@
 from inrun.layers import embedding, linear, norm  # noqa: F401 - importing registers the rules
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
+from inrun.layers.opaque import OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
@@ -20,14 +21,17 @@ __all__ = [
     "Outer",
     "Output",
     "Owned",
+    "OwnedOpaque",
     "Parts",
     "RecordedCall",
     "Replay",
     "SketchPlan",
     "Tapped",
+    "TappedOpaque",
     "find_rule",
     "fold",
     "from_bits",
+    "key_of",
     "nbytes_of",
     "register",
     "register_finder",

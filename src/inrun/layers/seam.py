@@ -47,6 +47,13 @@ class Ask:
     sketch: SketchPlan | None = None
 
     @property
+    def has_own_probes(self) -> bool:
+        """Whether every call needs probes of its own: factors and rows that are kept apart must not be added up."""
+        if self.kept_as is not None:
+            return not self.kept_as.summable
+        return self.sketch is not None and self.probes - self.contracts > 1
+
+    @property
     def given(self) -> int:
         """Return how many tensors come with it: a direction, and signs and weights of a sketch."""
         return 0 if self.kept_as is not None else self.contracts + (0 if self.sketch is None else 2)
@@ -63,6 +70,9 @@ class Call:
     #: The output has no batch and is given one copy per sample; it stands for a batch of one, or has no such dimension.
     expands: bool = False
     batch_of_one: bool = False
+
+    #: The parameters of an owned layer, in order.
+    owned_names: tuple[str, ...] = ()
 
     @property
     def asked_names(self) -> tuple[str, ...]:
