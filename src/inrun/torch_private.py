@@ -25,10 +25,11 @@ __all__ = [
     "foreign_gradient_hooks",
     "is_compiled",
     "keep_version_counters",
+    "may_change_size",
     "move_last",
     "unflatten_tree",
-    "unsafe_view",
     "uncompiled",
+    "unsafe_view",
     "version_of",
 ]
 
@@ -99,6 +100,12 @@ def is_compiled(module: nn.Module) -> bool:
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside what ``torch.compile(module)`` returned; other modules as they are."""
     return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+
+
+def may_change_size(x: Tensor, dimensions: Iterable[int]) -> None:
+    """Let compiled code take the sizes of these dimensions as numbers that may change, unless it must not."""
+    for dimension in dimensions:
+        torch._dynamo.maybe_mark_dynamic(x, dimension)
 
 
 def unsafe_view(x: Tensor) -> Tensor:

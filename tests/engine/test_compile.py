@@ -13,12 +13,15 @@ from torch import Tensor, nn
 import inrun
 from inrun.errors import StepError
 
-#: torch's own tracing of autograd functions.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+#: Warnings of torch's own tracing.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
 
-#: Batches that change their size and length: the first five show everything that is compiled for.
-BATCHES = ((4, 5), (4, 5), (3, 5), (4, 7), (4, 6), (3, 7), (5, 6), (4, 5))
-WARM = 5
+#: Batches that change their size and length: the first three show everything that is compiled for.
+BATCHES = ((4, 5), (3, 7), (5, 9), (7, 10), (4, 5))
+WARM = 3
 
 
 class Counting:
@@ -72,10 +75,10 @@ WAYS = {
     "block.compile()": (by_block, True),
     "block.compile(), after": (by_block, False),
 }
+SMALL = [*((way, "whole, sketch") for way in WAYS), *(("block.compile()", game) for game in GAMES if game != "whole, sketch")]
 TABLE = [
-    *((way, "whole, sketch") for way in WAYS),
-    *(("torch.compile, before", game) for game in GAMES if game != "whole, sketch"),
-    ("torch.compile, after", "midpoint"),
+    *SMALL,
+    *(pytest.param(way, game, marks=pytest.mark.slow) for way in WAYS for game in GAMES if (way, game) not in SMALL),
 ]
 
 

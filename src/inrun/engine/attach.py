@@ -195,7 +195,9 @@ def observed_class(cls: type[nn.Module], kinds: tuple[type[Observed], ...]) -> t
     """Return the observed subclass of a module class, under its own name."""
     key = (cls, *kinds)
     if key not in _classes:
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, PLAIN: cls}
+        # Of what belongs to modules of torch.nn itself, Dynamo takes every size to be fixed; those of probes are not.
+        home = __name__ if cls.__module__.startswith("torch.") else cls.__module__
+        body: dict[str, Any] = {"__module__": home, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, PLAIN: cls}
         if ObservedModel in kinds:
             # Not compiled itself, so that probes are made and rows verified before compiled code begins; what it calls is.
             body["__call__"] = torch.compiler.disable(ObservedModel.__call__, recursive=False)

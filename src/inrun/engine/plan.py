@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.errors import StepError
-from inrun.layers import Call, LayerRule, Layout, OwnedOpaque, TappedOpaque, key_of
+from inrun.layers import Ask, Call, LayerRule, Layout, OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.trees import flatten
-from inrun.torch_private import is_compiled
+from inrun.torch_private import is_compiled, may_change_size
 
 
 class Board:
@@ -216,6 +216,7 @@ class Plan:
         names = ("weight", "bias") if getattr(module, "bias", None) is not None else ("weight",)
         call = Call(rule, constants, 0, asks, free, one, names if owned else ())
         count = sum(ask.given for ask in asks)
+        _let_sizes_change(asks, asked[count:])
         return PreparedCall(rule, key_of(call), call, owned, tuple(asked[:count]), tuple(asked[count:]))
 
     def check(self) -> None:
@@ -236,6 +237,16 @@ class Plan:
         self.board.on = self.board.observing = False
         for desk in self.desks.values():
             desk.calls = ()
+
+
+def _let_sizes_change(asks: tuple[Ask, ...], probes: list[Tensor]) -> None:
+    """Samples, and positions where a probe has them, may be more or fewer in the next batch without compiling again."""
+    place = 0
+    for ask in asks:
+        for x in probes[place : place + ask.probes]:
+            positions = ask.has_own_probes and x.dim() > 1
+            may_change_size(x, (0, 1) if positions else (0,))
+        place += ask.probes
 
 
 def _same(a: PreparedCall | None, b: PreparedCall | None) -> bool:
