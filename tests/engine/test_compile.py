@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine.conditions import GAMES, Loop, Net, distance, loss_of, net, rows, train, validation
 from torch import Tensor, nn
 
 import inrun
+from conditions import GAMES, Loop, Net, distance, loss_of, net, rows, train, validation
 from inrun.errors import StepError
 
 #: Warnings of torch's own tracing.

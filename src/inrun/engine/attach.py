@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.plan import Desk
+from inrun.engine.plan import Board, Desk
 from inrun.engine.sites import Site
 from inrun.torch_private import compiler_here, move_last
 
@@ -74,8 +74,8 @@ class Listener(Protocol):
 class Slot:
     """What an observed module holds: who it is, and a weak way to the engine."""
 
-    def __init__(self, site: weakref.ref[Site] | None, listener: weakref.ref[Any], desk: Desk | None) -> None:
-        """Refer to the engine weakly; ``site`` and ``desk`` are None for a model that has no parameters of its own."""
+    def __init__(self, site: weakref.ref[Site] | None, listener: weakref.ref[Any], desk: Desk) -> None:
+        """Refer to the engine weakly; ``site`` is None for a model that has no parameters of its own."""
         self._site, self._listener, self.desk = site, listener, desk
 
     def route(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -215,12 +215,12 @@ class Attachment:
         doors = [model] if listener.called is model else [model, listener.called]
         modules = [*doors, *(site.module for site in sites if site.module is not model)]
         #: Module, its site and desk if it has one, and what is mixed into its class.
-        self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, Desk | None, tuple[type[Observed], ...]]] = []
+        self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, Desk, tuple[type[Observed], ...]]] = []
         for module in modules:
             site = of_module.get(module)
             kinds: tuple[type[Observed], ...] = () if site is None else (ObservedCall if site.rule.replays else ObservedForward,)
             reference = None if site is None else weakref.ref(site)
-            desk = None if site is None else listener.desk(site)
+            desk = Desk(Board()) if site is None else listener.desk(site)
             self._observed.append((module, reference, desk, (ObservedModel, *kinds) if module in doors else kinds))
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._gradient_hook()) for p in parameters]

@@ -19,7 +19,7 @@ from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
-from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, run_eagerly
+from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Call, Output, Owned, Tapped
@@ -146,6 +146,7 @@ class Capture:
                 forked_random(None, devices_of(self.model)),
                 modes(self.model, None, batch_norm_eval=True),
                 self._guard.hold(),
+                no_reentry(),
             ):
                 return run_eagerly(self.model, *args, **kwargs)
         finally:

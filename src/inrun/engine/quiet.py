@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 
 from inrun.errors import ValidationError
 from inrun.torch_private import buffers_written_silently, version_of
@@ -100,6 +101,28 @@ def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None
     with torch.no_grad():
         buffer.copy_(copy)
     setattr(model.get_submodule(owner), local, buffer)
+
+
+class _NotReentrant:
+    """Stands in for ``CheckpointFunction``: the same segments, recomputed by the kind that any backward may ask for."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@contextlib.contextmanager
+def no_reentry() -> Iterator[None]:
+    """Let reentrant activation checkpoints be the other kind for the time of the block.
+
+    Theirs can only be differentiated into ``.grad``, and not at all where no input requires gradient.
+    """
+    before = checkpointing.CheckpointFunction
+    checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = before  # type: ignore[misc]
 
 
 def run_eagerly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

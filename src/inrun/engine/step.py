@@ -59,7 +59,7 @@ class Step(OpenStep):
         self._details = ""
         #: The loss scaler found infinities and will not let the optimizer step.
         self.held_back = False
-        self.broken = False
+        self.broken = self._dropped = False
         #: How many calls of each optimizer's ``step`` are running, one inside the other; those that came to their end.
         self._running: dict[int, int] = {}
         self._completed: set[int] = set()
@@ -175,8 +175,23 @@ class Step(OpenStep):
             raise
         finally:
             self.run.capture.rest()
+        if self._dropped:
+            return
         self._check_coverage()
         self.settlement.contract_replays(micro)
+
+    def skip(self) -> None:
+        """Drop the step: for a loop that leaves a batch out, before or after its backward, and does not step the optimizer.
+
+        Nobody is scored for it and nothing is raised when it ends; the accounts say that the loop dropped it. What a backward left
+        in ``.grad`` is yours to clear. Leave the ``with`` block as usual.
+        """
+        if self.run.open_step is not self:
+            raise StepError("this step is not open; call skip() inside `with accountant.step() as step:`")
+        if self.settlement.begun:
+            raise StepError("an optimizer has stepped already, so that the step has had its effect and cannot be skipped")
+        self._dropped = True
+        self.run.capture.rest()
 
     def _open(self, ids: Tensor) -> Microbatch:
         if self.settlement.begun:
@@ -245,6 +260,8 @@ class Step(OpenStep):
         mine = [s for s in self.setup.scored if s.optimizer == index]
         if self.settlement.has(index):
             raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
+        if self._dropped:
+            raise StepError("optimizer.step() after step.skip(): the step was dropped; leave the `with` block first")
         if not any(s.parameter in self.watch.seen for s in mine):
             raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
         if self.broken or self.run.flag.spoiled:
@@ -306,6 +323,13 @@ class Step(OpenStep):
     # The end
 
     def _finish(self) -> None:
+        if self._dropped:
+            self.skipped, self._details = Skip.DROPPED, ""
+            for micro in self.microbatches:
+                micro.release()
+            self.microbatches = []
+            self._record(torch.zeros(0, max(len(self.columns), 1)), [])
+            return
         if self.broken or self.run.flag.spoiled or self.settlement.settled - self._completed:
             raise StepError(
                 "a microbatch or optimizer.step() of this step failed and the exception was caught inside it; nothing was "
@@ -352,7 +376,7 @@ class Step(OpenStep):
             contributions = contributions.new_zeros(len(contributions), len(columns))
         finished = FinishedStep(
             step=self.number,
-            sample_ids=torch.cat([m.ids for m in self.microbatches]),
+            sample_ids=torch.cat([m.ids for m in self.microbatches] or [torch.zeros(0, dtype=torch.int64)]),
             columns=columns,
             contributions=contributions,
             losses=self.losses,

@@ -12,7 +12,7 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.engine.fold import Folds
-from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, run_eagerly, seed_of
+from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -167,7 +167,7 @@ class Validation:
         parts = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad():
+            with random_state, flags, buffers, torch.no_grad(), no_reentry():
                 parts.append(self._loss(name, step).detach().reshape(-1).double())
         return torch.cat(parts)
 
@@ -176,7 +176,7 @@ class Validation:
         found: list[Label] = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad():
+            with random_state, flags, buffers, torch.no_grad(), no_reentry():
                 loss = self._loss(name, step)
             found += self._labels(name, loss)
         return found
@@ -206,7 +206,7 @@ class Validation:
         found: list[list[Tensor | None]] = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.enable_grad():
+            with random_state, flags, buffers, torch.enable_grad(), no_reentry():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(
