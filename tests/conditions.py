@@ -120,7 +120,8 @@ def train(loop: Loop, scored: bool = True, watch: Callable[[], int] = lambda: 0)
     scaler = loop.scaler() if loop.scaler else None
     for number, (n, t) in enumerate(loop.batches):
         batch, ids = rows(n, number, t), list(range(100 * number, 100 * number + n))
-        parts = list(zip(batch.chunk(loop.accumulate), torch.tensor(ids, dtype=torch.int64).chunk(loop.accumulate), strict=True))
+        numbers = torch.tensor(ids, dtype=torch.int64)
+        parts = list(zip(batch.tensor_split(loop.accumulate), numbers.tensor_split(loop.accumulate), strict=True))
         with accountant.step() if accountant else contextlib.nullcontext() as step:
             for tokens, own in parts:
                 with step.microbatch(own) if step is not None else contextlib.nullcontext():

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from conditions import GAMES, Loop, Net, distance, train, validation
+import inrun
+from conditions import GAMES, Loop, Net, distance, loss_of, net, rows, train, validation
+from inrun.errors import StepError
 
 FORCED = ("whole, sketch", "first", "midpoint")
 
@@ -51,7 +53,10 @@ CONDITIONS: dict[str, tuple[dict[str, Any], float]] = {
     "reentrant checkpoints": ({"before": checkpointed(True, True)}, 1e-9),
     "reentrant checkpoints in training": ({"before": checkpointed(True, False)}, 1e-9),
     "scaled loss": ({"scaler": scaler}, 1e-9),
-    "variable length, one row, no row": ({"batches": ((4, 5), (1, 3), (0, 4), (3, 8), (2, 1)), "options": {"audit_every": 1}}, 1e-9),
+    "variable length, one row, no row": (
+        {"batches": ((4, 5), (1, 3), (0, 4), (3, 8), (2, 2)), "options": {"audit_every": 1}},
+        1e-9,
+    ),
     "autocast bfloat16": ({"around": autocast(torch.bfloat16), "validation": under(torch.bfloat16), "dtype": torch.float32}, 2e-2),
     "autocast float16, scaled": (
         {"around": autocast(torch.float16), "validation": under(torch.float16), "dtype": torch.float32, "scaler": scaler},
@@ -71,19 +76,118 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
+# Loops that leave something out or do something twice
+
+
+def parts(**options: Any) -> tuple[Net, torch.optim.Optimizer, inrun.Accountant]:
+    model = net()
+    optimizer = sgd(model.parameters())
+    return model, optimizer, inrun.Accountant(model, optimizer, validation, audit_every=0, **options)
+
+
+@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_a_batch_that_the_loop_drops(game: str, after_backward: bool) -> None:
+    """It leaves no trace but a line in the accounts: the steps around it score as if it had never been."""
+    found = []
+    for dropping in (False, True):
+        model, optimizer, accountant = parts(**GAMES[game])
+        for number in range(3):
+            if dropping and number == 1:
+                with accountant.step(range(50, 54)) as step:
+                    loss = loss_of(model, rows(4, 77))
+                    if after_backward:
+                        loss.backward()
+                        optimizer.zero_grad()
+                    step.skip()
+                assert accountant.last.skipped == "the loop dropped the batch"
+                assert accountant.last.sample_ids.numel() == 0
+            with accountant.step(range(4)):
+                loss_of(model, rows(4, number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(accountant.last.contributions["validation"])
+        assert accountant.steps_done == 3 + dropping
+        scores = accountant.scores()
+        assert set(scores["sample_id"].to_pylist()) == {0, 1, 2, 3}
+    assert distance(found[:1], found[1:]) < 1e-12
+
+
+def test_a_dropped_step_must_not_have_happened() -> None:
+    model, optimizer, accountant = parts(credit="step")
+    with pytest.raises(StepError, match="has had its effect"), accountant.step(range(4)) as step:
+        loss_of(model, rows(4, 0)).backward()
+        optimizer.step()
+        step.skip()
+    optimizer.zero_grad()
+    with pytest.raises(StepError, match=r"after step.skip\(\)"), accountant.step(range(4)) as step:
+        loss_of(model, rows(4, 0)).backward()
+        step.skip()
+        optimizer.step()
+    with pytest.raises(StepError, match="not open"):
+        step.skip()
+
+
+def test_gradient_of_a_batch_without_rows_is_named() -> None:
+    """A penalty on the weights is no sample's; the control is the table above, where such a batch adds nothing."""
+    model, optimizer, accountant = parts(credit="step")
+    with pytest.raises(StepError, match="batch without rows"), accountant.step([]):
+        (loss_of(model, rows(0, 0)) + model.head.weight.square().sum()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_several_forwards_before_one_backward(game: str) -> None:
+    """Two halves of the loss, each from a forward of its own over the same rows, are the whole."""
+    found = []
+    for forwards in (1, 2):
+        model, optimizer, accountant = parts(**GAMES[game])
+        for number in range(2):
+            with accountant.step(range(4)):
+                losses = [loss_of(model, rows(4, number)) / forwards for _ in range(forwards)]
+                torch.stack(losses).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(accountant.last.contributions["validation"])
+    assert distance(found[:1], found[1:]) < 1e-9
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_several_optimizers(game: str) -> None:
+    """Two optimizers with the same rule are one."""
+    found = []
+    for count in (1, 2):
+        model = net()
+        inside = list(model.blocks.parameters())
+        outside = [model.words.weight, model.places.weight]
+        groups = [inside + outside] if count == 1 else [inside, outside]
+        optimizers = [sgd(group) for group in groups]
+        accountant = inrun.Accountant(model, optimizers, validation, audit_every=0, **GAMES[game])
+        for number in range(2):
+            with accountant.step(range(4)):
+                loss_of(model, rows(4, number)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(accountant.last.contributions["validation"])
+    assert distance(found[:1], found[1:]) < 1e-6
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_conditions(condition: str, game: str, accumulate: int) -> None:
     changes, near = CONDITIONS[condition]
-    if accumulate == 2 and (game not in FORCED or any(n < 2 for n, _ in changes.get("batches", ()))):
+    if accumulate == 2 and game not in FORCED:
         pytest.skip("a few games are enough")
     # SGD, where rounding in bfloat16 stays rounding: Adam divides by it.
     loop = Loop(GAMES[game], accumulate=accumulate, optimizer=sgd, **changes)
     got = train(loop)
     expected = train(plain_twin(loop))
     assert got.ids == expected.ids
-    for a, b in zip(expected.contributions, got.contributions, strict=True):
+    # In less precision the weights themselves part from those of the plain run, step by step: the first one tells.
+    compared = 1 if near > 1e-3 else len(got.ids)
+    for a, b in list(zip(expected.contributions, got.contributions, strict=True))[:compared]:
         assert len(a) == 0 or distance([a], [b]) <= near
     unscored = train(loop, scored=False)
     assert distance(unscored.weights, got.weights) < {torch.float64: 1e-9, torch.float32: 1e-5}.get(loop.dtype, 2e-2)

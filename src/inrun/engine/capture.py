@@ -64,7 +64,7 @@ class Capture:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
         self._compiled = self.called is not self.model or self.plan.wanted(self.model)
-        self.plan.board.observing = True
+        self.plan.board.observing = micro.n > 0
 
     def rest(self) -> None:
         """Let calls run plainly."""
@@ -103,7 +103,9 @@ class Capture:
 
     @property
     def _observing(self) -> bool:
-        return self._micro is not None and self._recorder is None and not self._paused and torch.is_grad_enabled()
+        micro = self._micro
+        # A batch without rows trains nobody: it runs plainly, and its gradient must be 0 (``Step.gradient_arrived``).
+        return micro is not None and micro.n > 0 and self._recorder is None and not self._paused and torch.is_grad_enabled()
 
     def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
         """Look at the rows of a call of the model that is about to run, compiled or not; return whether it is observed."""

@@ -27,14 +27,12 @@ def check_ids(ids: Any) -> Tensor:
                 f"sample ids must be integers that fit 64 bits; got {type(ids).__name__} ({error}). "
                 "Map string ids to integers first (inrun.with_ids gives every item of a dataset one)."
             ) from error
-        if tensor.numel() == 0:
-            raise IdsError("sample ids are empty; a batch needs at least one row")
+        if tensor.numel() == 0 and tensor.dim() == 1:
+            return torch.zeros(0, dtype=torch.int64)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise IdsError(f"sample ids must be integers; got dtype {tensor.dtype}")
     if tensor.dim() != 1:
         raise IdsError(f"sample ids must be one per batch row, shape [n]; got shape {tuple(tensor.shape)}")
-    if tensor.numel() == 0:
-        raise IdsError("sample ids are empty; a batch needs at least one row")
     host = tensor.to("cpu", copy=True)
     if host.dtype == torch.uint64 and bool((host.view(torch.int64) < 0).any()):
         raise IdsError(

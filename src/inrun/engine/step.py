@@ -217,11 +217,26 @@ class Step(OpenStep):
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, right after it was accumulated."""
+        before = self.watch.seen.get(parameter)
         try:
             self.watch.arrive(parameter)
+            if self.microbatches and self.microbatches[-1].n == 0:
+                self._check_empty(parameter, 0.0 if before is None else float(before.norm))
         except StepError:
             self.broken = True
             raise
+
+    def _check_empty(self, parameter: nn.Parameter, before: float) -> None:
+        """Take note of a gradient of a batch without rows, which must have added nothing."""
+        seen = self.watch.seen.get(parameter)
+        if seen is None:
+            return
+        if float(seen.norm) != before:
+            raise StepError(
+                f"{self.watch.names[parameter]} received gradient in a batch without rows, which is no sample's; give ids for the "
+                "rows, or leave such a batch out with step.skip()"
+            )
+        self.microbatches[-1].note_backward(parameter, current_backward())
 
     def _check_coverage(self) -> None:
         self.run.capture.check_compiled()
@@ -235,7 +250,10 @@ class Step(OpenStep):
     def before_optimizer(self, index: int) -> None:
         """Finish the contributions of one optimizer's parameters, right before it steps."""
         if current_backward() != -1:
-            raise StepError("the optimizer steps inside the backward; optimizer-in-backward cannot be scored")
+            raise StepError(
+                "the optimizer steps inside the backward; optimizer-in-backward cannot be scored. Call optimizer.step() after the "
+                "backward, and leave out the hook that steps (register_post_accumulate_grad_hook)."
+            )
         # A subclass whose step calls its parent's runs the hooks twice: only the outer call is the step.
         self._running[index] = self._running.get(index, 0) + 1
         if self._running[index] > 1:
@@ -280,7 +298,9 @@ class Step(OpenStep):
             return
         if not self.settlement.begun:
             self._complete()
-        checked = self.audited or self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
+        # At a run's first step too: a tied weight that is also used past its modules (a fused loss) is seen by sums alone.
+        first = self.run.last is None
+        checked = first or self.audited or self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
         spent = self.settlement.settle(index, self.microbatches, checked, self.skipped is None)
         self.run.audits.spent(spent)
 
