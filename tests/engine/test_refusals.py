@@ -71,7 +71,10 @@ def test_a_loss_that_takes_the_weight_of_the_head(credit: str, tied: bool) -> No
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accountant = inrun.Accountant(model, optimizer, lambda m: fused(m, rows(2, 9)), credit=credit, audit_every=0)
-    with pytest.raises((CoverageError, ConservationError, CreditError), match=r"words.weight|head.weight"), accountant.step(range(4)):
+    with (
+        pytest.raises((CoverageError, ConservationError, CreditError), match=r"words.weight|head.weight"),
+        accountant.step(range(4)),
+    ):
         fused(model, rows(4, 1)).backward()
         optimizer.step()
 

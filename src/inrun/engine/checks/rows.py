@@ -57,6 +57,7 @@ class RowCheck:
         #: Calls in the running forward whose layout was guessed, since no look had shown them.
         self._guessed: list[tuple[Site, torch.Size, Layout]] = []
         self._examined: set[Site] = set()
+        self._told_coupling = False
 
     # Before and after the user's forward
 
@@ -138,10 +139,10 @@ class RowCheck:
         """Run the model and return the recorder and the model's outputs."""
         return recorder, float_tensors(self.run(arguments, recorder))
 
-    def _record_exchanged(self, arguments: Arguments) -> Recorder:
+    def _record_exchanged(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
         """Run the model with one sample exchanged; it may not take such a batch."""
         try:
-            return self._record(arguments, Recorder())[0]
+            return self._record(arguments, Recorder())
         except RowOwnershipError:
             raise
         except Exception as error:
@@ -196,7 +197,9 @@ class RowCheck:
             if other is None:
                 continue
             seen = True
-            moved_entries = self._record_exchanged(other).entries
+            exchanged, exchanged_outputs = self._record_exchanged(other)
+            moved_entries = exchanged.entries
+            self._look_for_coupling(outputs, exchanged_outputs, n, sample)
             if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
                 raise RowOwnershipError(
                     "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
@@ -213,6 +216,20 @@ class RowCheck:
             known = [self._known.get((e.site, pattern_of(e.shape, n), min(n, 2))) for e in base if e.site is not None]
             layouts = [x if x is not None or e.argument is not None else k for x, k, e in zip(layouts, known, base, strict=True)]
         return self._gather(n, arguments, (base, outputs), layouts, seen, check_free=not again), seen
+
+    def _look_for_coupling(self, before: list[Tensor], after: list[Tensor], n: int, sample: int) -> None:
+        """Say once that outputs of the model mix rows behind its last layer, as in-batch negatives do: every layer is separate."""
+        pairs = [(a, b) for a, b in zip(before, after, strict=False) if a.shape == b.shape and a.dim() and len(a) == n]
+        coupled = [a for a, b in pairs if not _only_block(moved_rows(fingerprint(a), fingerprint(b)), n, sample)]
+        if coupled and not self._told_coupling:
+            self._told_coupling = True
+            log.warning(
+                "inrun: an output of the model, of shape %s, has in each row something of the other samples (in-batch negatives, "
+                "similarities, statistics of the batch). Scores are row shares: a sample's contribution is what flows through its "
+                "own rows; shares add up to the gradient, but what the others would have done without it is not told apart. The same "
+                "holds, unseen, for a loss outside the model that couples rows.",
+                tuple(coupled[0].shape),
+            )
 
     def _gather(
         self,
