@@ -226,8 +226,8 @@ class RowCheck:
             log.warning(
                 "inrun: an output of the model, of shape %s, has in each row something of the other samples (in-batch negatives, "
                 "similarities, statistics of the batch). Scores are row shares: a sample's contribution is what flows through its "
-                "own rows; shares add up to the gradient, but what the others would have done without it is not told apart. The same "
-                "holds, unseen, for a loss outside the model that couples rows.",
+                "own rows; shares add up to the gradient, but what the others would have done without it is not told apart. The "
+                "same holds, unseen, for a loss outside the model that couples rows.",
                 tuple(coupled[0].shape),
             )
 
