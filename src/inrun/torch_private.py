@@ -92,7 +92,7 @@ def active_ddp_module() -> nn.Module | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if module.__dict__.get("_compiled_call_impl") is not None:
         return True
     return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
 

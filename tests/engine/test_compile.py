@@ -176,3 +176,45 @@ def test_a_model_that_was_compiled_behind_our_back_is_named(counting: Counting) 
     with pytest.raises(StepError, match="what torch.compile returned"), accountant.step(range(4)):
         loss_of(compiled, rows(4, 1)).backward()
         optimizer.step()
+
+
+def checkpointed(reentrant: bool) -> Callable[[Any], Any]:
+    def change(model: Net) -> nn.Module:
+        model.reentrant = reentrant
+        return model
+
+    return change
+
+
+def halved(model: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return validation(model)
+
+
+#: What comes on top of being compiled.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "checkpoints": {"before": checkpointed(False)},
+    "reentrant checkpoints": {"before": checkpointed(True)},
+    "autocast": {"around": lambda: torch.autocast("cpu", dtype=torch.bfloat16), "validation": halved, "dtype": torch.float32},
+    "accumulation": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("condition", "compile_with"),
+    [
+        *((condition, by_block) for condition in TOGETHER),
+        pytest.param("checkpoints", whole, marks=pytest.mark.slow),
+        pytest.param("autocast", whole, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_under_other_conditions(condition: str, compile_with: Any, counting: Counting) -> None:
+    changes = dict(TOGETHER[condition])
+    change = changes.pop("before", same)
+    batches = ((4, 5), (3, 7), (3, 7))
+    plain = Loop(GAMES["whole, sketch"], batches=batches, before=change, **changes)
+    compiled = Loop(GAMES["whole, sketch"], batches=batches, before=lambda m: compile_with(counting)(change(m)), **changes)
+    expected, got = train(plain), train(compiled, watch=lambda: counting.graphs)
+    assert distance(expected.contributions, got.contributions) < 1e-5
+    assert distance(expected.weights, got.weights) < 1e-6
+    assert got.watched[1] == got.watched[2] > 0

@@ -63,7 +63,8 @@ class Capture:
     def observe(self, micro: Microbatch, occasion: Occasion) -> None:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
-        self._compiled = self.called is not self.model or self.plan.wanted(self.model)
+        thoroughly = occasion.audited or occasion.step < 4
+        self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
         self.plan.board.observing = micro.n > 0
 
     def rest(self) -> None:

@@ -162,15 +162,18 @@ class Plan:
     layouts: Layouts
     board: Board = field(default_factory=Board)
     desks: dict[Site, Desk] = field(init=False)
+    _modules: list[nn.Module] = field(default_factory=list)
     _known: dict[tuple[Any, ...], list[SeenCall]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Put up one desk per observed module."""
         self.desks = {site: Desk(self.board) for site in self.sites}
 
-    def wanted(self, model: nn.Module) -> bool:
-        """Whether some part of the model is compiled, so that calls must be prepared."""
-        return any(is_compiled(m) for m in model.modules())
+    def wanted(self, model: nn.Module, thoroughly: bool) -> bool:
+        """Whether some part of the model is compiled, so that calls must be prepared; ``thoroughly`` looks for new modules."""
+        if thoroughly or not self._modules:
+            self._modules = list(model.modules())
+        return any(is_compiled(m) for m in self._modules)
 
     def prepare(self, micro: Microbatch, arguments: Any, training: bool, rehearse: Rehearse) -> None:
         """Lay out the calls of the forward that is about to run, with new probes."""
