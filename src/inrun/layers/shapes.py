@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from inrun.errors import CoverageError
 from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
 from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
@@ -53,6 +54,10 @@ class GradientShape:
     def contract_touched(self, rows: Tensor, v: Tensor) -> Tensor:
         """Contract with directions given for the ``rows`` alone, ``[k, r, ...]``."""
         raise NotImplementedError(f"{type(self).__name__} touches every row")
+
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Return the gradients of some samples, without a copy."""
+        raise CoverageError(f"gradients of the shape {type(self).__name__} are not told apart into training and validation rows")
 
     def form(self) -> Tensor:
         """Return g_n, ``[n, *shape]``; large, for sketches of what is small and for tests."""
@@ -119,9 +124,17 @@ class Formed(GradientShape):
         """Hold ``g``."""
         self.g = g
 
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some of them."""
+        return Formed(self.g[first:end])
+
     def contract(self, v: Tensor) -> Tensor:
         """One product per direction."""
         return dot_each(self.g, v)
+
+    def contract_by_rows(self, v: Tensor) -> Tensor:
+        """One product per direction and row."""
+        return contract_formed(self.g.to(v.dtype), v, by_rows=True)
 
     def total(self) -> Tensor:
         """Add them up: a product with ones reads large ones at the speed of memory, which a sum over n does not."""
@@ -150,6 +163,10 @@ class Outer(GradientShape):
     def __init__(self, x: Tensor, y: Tensor) -> None:
         """Hold both factors."""
         self.x, self.y = x, y
+
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some rows of both factors."""
+        return Outer(self.x[first:end], self.y[first:end])
 
     def contract(self, v: Tensor) -> Tensor:
         """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward."""
@@ -233,6 +250,10 @@ class LookUp(GradientShape):
     def __init__(self, tokens: Tensor, b: Tensor, rows: int, padding: int | None) -> None:
         """Hold tokens and output gradients."""
         self.tokens, self.b, self.rows, self.padding = tokens, b, rows, padding
+
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some rows of tokens and output gradients."""
+        return LookUp(self.tokens[first:end], self.b[first:end], self.rows, self.padding)
 
     def _gather(self, places: Tensor, v: Tensor) -> Tensor:
         """Return Σ_t b_nt · v[place_nt], ``[n, k]``; padding counts nothing."""
