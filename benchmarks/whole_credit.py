@@ -3,7 +3,8 @@
     python benchmarks/whole_credit.py --data ../shared/data/minipile.jsonl.gz --corpus bytes --lr 3e-3 --sketch 4096 --sketch 16384
 
 Prints, per sketch size: Spearman pooled over all uses and within steps, error / spread, the sum of estimates before anything is
-spread over the exact sum, how often the error estimate covers at 1 and 2 standard errors, and the memory of the window.
+spread over the exact sum, how often the error estimate covers at 1 and 2 standard errors, the memory held between steps, and the
+CPU time of a step (mean of the faster half, once the window is full).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import gzip
 import itertools
 import json
+import time
 from collections import Counter
 
 import numpy as np
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
 
         memory = {"credit_memory": "exact"} if size is None else {"sketch": size}
         accountant = inrun.Accountant(model, optimizer, validation, credit="whole", bitwise=True, audit_every=0, **memory)
-        peak = 0
+        peak, started, took = 0, time.process_time(), []
         for t in range(options.steps):
             for g in optimizer.param_groups:
                 g["lr"] = options.lr * min(1.0, (t + 1) / 20)
@@ -65,6 +67,7 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
                 optimizer.step()
                 optimizer.zero_grad()
             peak = max(peak, accountant.held_bytes())
+            took.append(time.process_time() - started - sum(took))
         accountant.close()
         credit = accountant._run.credit
         table = accountant.ledger.credits().sort_by([("step", "ascending"), ("row", "ascending")])
@@ -75,6 +78,7 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
                 "error": table["error"].to_numpy().reshape(options.steps, -1).astype(float),
                 "totals": 1.0 - float(credit.spread.sum() / credit.given.sum()),
                 "bytes": peak,
+                "ms": 1e3 * float(np.mean(sorted(took[44:])[: max(1, len(took[44:]) // 2)])),
                 "entries": sum(p.numel() for p in model.parameters()),
             }
         )
@@ -100,7 +104,8 @@ def main() -> None:
     exact = truth["credit"][options.skip : last]
     kind = options.corpus + (" tied" if options.tied else "") + (" redrawn" if options.redrawn else "")
     print(
-        f"{kind} lr {options.lr:g} seed {options.seed}, {truth['entries']:,} entries; exact window {truth['bytes'] / 1e6:.0f} MB",
+        f"{kind} lr {options.lr:g} seed {options.seed}, {truth['entries']:,} entries; exact window {truth['bytes'] / 1e6:.0f} MB "
+        f"{truth['ms']:.0f} ms",
         flush=True,
     )
     for other in others:
@@ -114,7 +119,7 @@ def main() -> None:
         print(
             f"  {other['size']:>7}: pooled {spearman(credit.ravel(), exact.ravel()):.4f} within {within:.4f} error/spread "
             f"{off.std() / exact.std():.3f} totals {other['totals']:.3f} cover {cover[0]:.2f} {cover[1]:.2f} "
-            f"{other['bytes'] / 1e6:.0f} MB",
+            f"{other['bytes'] / 1e6:.0f} MB {other['ms']:.0f} ms",
             flush=True,
         )
 

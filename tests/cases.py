@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,6 +90,63 @@ class UnbatchedPositions(Tied):
         return self.head(torch.tanh(self.mix(self.layer(x) + self.positions(torch.arange(x.shape[1])))))
 
 
+class Grid(nn.Module):
+    """A layer over one, two or three dimensions of space, ``[n, D, t]`` or ``[n, D, t, t]`` or ``[n, D, t, t, t]``."""
+
+    def __init__(self, layer: nn.Module, dims: int, images: int = 1) -> None:
+        super().__init__()
+        self.layer, self.dims, self.images = layer, dims, images
+
+    def forward(self, x: Tensor) -> Tensor:
+        grid = row = x.transpose(1, 2)
+        for _ in range(self.dims - 1):
+            grid, row = grid.unsqueeze(-1) + row.unsqueeze(-2).sin() * grid.unsqueeze(-1), row.unsqueeze(-2)
+        if self.images > 1:
+            grid = torch.stack([grid * (i + 1) for i in range(self.images)], 1).flatten(0, 1)
+        # torch 2.13 crashes in the backward of a group norm whose input is channels-last and needs no gradient.
+        return self.layer(grid.contiguous()).reshape(len(x), -1)
+
+
+class Rows(nn.Module):
+    """Positions laid end to end before the layer, ``[n·t, D]``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:2], -1)
+
+
+class Twice(nn.Module):
+    """A layer of two inputs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, input2=torch.sin(x))
+
+
+class Bags(nn.Module):
+    """Bags with a weight per token, or laid end to end with offsets; the first may be empty."""
+
+    def __init__(self, offsets: bool = False, last: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.EmbeddingBag(11, D, mode="mean" if offsets else "sum", include_last_offset=last)
+        self.offsets, self.last = offsets, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.offsets:
+            return self.layer(x, per_sample_weights=(x + 1).to(self.layer.weight.dtype).sqrt() / 9)
+        kept = x % 3 != 0
+        counts = kept.sum(1)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        return self.layer(x[kept], torch.cat([starts, ends[-1:]]) if self.last else starts)
+
+
 class Flattened(nn.Module):
     """Samples laid end to end before the layer."""
 
@@ -111,6 +169,138 @@ class RawScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.sin(x * self.scale)) + self.shift
+
+
+class RawTables(nn.Module):
+    """Positions, a class token, a relative table without a batch and a gate, read at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 9, D))
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.relative = nn.Parameter(torch.randn(25, 2))
+        self.gate = nn.Parameter(torch.randn(()))
+        self.mix, self.query = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape[0], x.shape[1] + 1
+        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.positions[:, :t]
+        q, k = (layer(x).view(n, t, 2, -1).transpose(1, 2) for layer in (self.query, self.mix))
+        places = torch.arange(t)[:, None] - torch.arange(t)[None] + 12
+        bias = self.relative[places.view(-1)].view(t, t, -1).permute(2, 0, 1).contiguous()
+        scores = q @ k.transpose(2, 3) + 4 * torch.sigmoid(bias).unsqueeze(0)
+        mixed = (scores.softmax(-1) @ q).transpose(1, 2).reshape(n, t, -1)
+        return (x * self.gate.exp() + mixed)[:, 1:]
+
+
+class RawProducts(nn.Module):
+    """Weights that are multiplied with, one of them a slice of another's square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(5, D))
+        self.shift = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.first.t())
+        return nn.functional.linear(x, self.second.square()[:4], self.shift[1:]) @ self.first[:4]
+
+
+class RawConvolved(nn.Module):
+    """A raw parameter that meets the samples in an operation that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(D, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x.transpose(1, 2), self.kernel, groups=D).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention to itself or to other keys and values, batch or sequence first."""
+
+    def __init__(self, batch_first: bool = True, cross: bool = False, **options: object) -> None:
+        super().__init__()
+        self.layer, self.cross = nn.MultiheadAttention(D, 2, batch_first=batch_first, **options), cross
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.layer.batch_first else x.transpose(0, 1)
+        key, value = (torch.sin(x), torch.cos(x)) if self.cross else (x, x)
+        out, _ = self.layer(x, key, value, need_weights=self.cross)
+        return out if self.layer.batch_first else out.transpose(0, 1)
+
+
+def encoder_layer(batch_first: bool = True) -> nn.Module:
+    return nn.TransformerEncoderLayer(D, 2, 7, dropout=0.0, batch_first=batch_first)
+
+
+class Turned(nn.Module):
+    """A sequence-first layer in a batch-first model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Decoder(nn.Module):
+    """nn.TransformerDecoderLayer with a causal mask."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(D, 2, 7, dropout=0.0, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        x = x if self.batch_first else x.transpose(0, 1)
+        out = self.layer(x, torch.sin(x), tgt_mask=mask)
+        return out if self.batch_first else out.transpose(0, 1)
+
+
+class Sequences(nn.Module):
+    """A recurrent network: its outputs and last states, or its outputs alone; packed, or sequence first."""
+
+    def __init__(self, layer: nn.RNNBase, states: bool = False, packed: bool = False) -> None:
+        super().__init__()
+        self.layer, self.states, self.packed = layer, states, packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t = x.shape[:2]
+        given = x if self.layer.batch_first else x.transpose(0, 1)
+        if self.packed:
+            # Lengths that only the sample itself decides.
+            lengths = (x[:, 0, 0] > 0).long() * (t // 2) + (t - t // 2)
+            given = nn.utils.rnn.pack_padded_sequence(given, lengths, batch_first=self.layer.batch_first, enforce_sorted=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LSTM with projections is not supported with oneDNN")
+            out, states = self.layer(given)
+        if self.packed:
+            out = nn.utils.rnn.pad_packed_sequence(out, batch_first=self.layer.batch_first, total_length=t)[0]
+        out = out if self.layer.batch_first else out.transpose(0, 1)
+        if not self.states:
+            return out
+        states = states if isinstance(states, tuple) else (states,)
+        return out + sum(z.sin().sum((0, 2)).view(n, 1, 1) for z in states)
+
+
+def recurrent() -> list[Case]:
+    """Every kind; layers, directions, projections, states that are used or not, packed sequences."""
+    options = {
+        "LSTM": lambda: Sequences(nn.LSTM(D, 5, batch_first=True)),
+        "LSTM, two layers, both directions": lambda: Sequences(nn.LSTM(D, 4, 2, batch_first=True, bidirectional=True), states=True),
+        "LSTM, projected, sequence first": lambda: Sequences(nn.LSTM(D, 5, 2, proj_size=3), states=True),
+        "LSTM, packed": lambda: Sequences(nn.LSTM(D, 4, 2, batch_first=True, bidirectional=True), states=True, packed=True),
+        "GRU": lambda: Sequences(nn.GRU(D, 5, 2, batch_first=True, bidirectional=True), states=True),
+        "GRU without bias": lambda: Sequences(nn.GRU(D, 5, bias=False)),
+        "GRU, packed": lambda: Sequences(nn.GRU(D, 4), states=True, packed=True),
+        "RNN": lambda: Sequences(nn.RNN(D, 5, batch_first=True, bidirectional=True), states=True),
+        "RNN, relu, packed": lambda: Sequences(nn.RNN(D, 5, 2, nonlinearity="relu", bidirectional=True), packed=True),
+    }
+    return [Case(name, build, floats, "recurrent") for name, build in options.items()]
 
 
 class NoForwardMode(torch.autograd.Function):
@@ -153,6 +343,13 @@ def scrambled(module: nn.Module) -> nn.Module:
     return module
 
 
+def in_eval(module: nn.Module) -> nn.Module:
+    """A norm with running statistics of some run, which it uses."""
+    module = scrambled(module).eval()
+    module.running_mean.normal_(), module.running_var.uniform_(0.5, 2.0)
+    return module
+
+
 def frozen_bias() -> nn.Module:
     layer = nn.Linear(D, 5)
     layer.bias.requires_grad_(False)
@@ -163,6 +360,53 @@ def frozen_weight() -> nn.Module:
     layer = nn.Linear(D, 5)
     layer.weight.requires_grad_(False)
     return layer
+
+
+def convolutions() -> list[Case]:
+    """One to three dimensions; strides, paddings of every kind, dilation, groups; several images per sample."""
+    options: dict[str, tuple[int, dict[str, object]]] = {
+        "1d": (1, {"padding": 1}),
+        "1d, stride, no bias": (1, {"stride": 2, "padding": 2, "bias": False}),
+        "1d, same": (1, {"padding": "same"}),
+        "1d, same, uneven, replicated": (1, {"kernel_size": 4, "padding": "same", "padding_mode": "replicate"}),
+        "1d, circular, dilated": (1, {"dilation": 2, "padding": 1, "padding_mode": "circular", "kernel_size": 2}),
+        "2d": (2, {"padding": 1}),
+        "2d, stride and dilation": (2, {"padding": (2, 3), "stride": (2, 1), "dilation": (1, 2)}),
+        "2d, groups": (2, {"padding": 1, "groups": 3}),
+        "2d, depthwise, replicated": (2, {"padding": 1, "groups": D, "kernel_size": 2, "padding_mode": "replicate"}),
+        "2d, one by one": (2, {"kernel_size": 1}),
+        "3d": (3, {"padding": 1, "stride": 2}),
+    }
+    kinds: list[type[nn.Module]] = [nn.Conv1d, nn.Conv2d, nn.Conv3d]
+    transposed: list[type[nn.Module]] = [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d]
+    found = []
+    for name, (dims, chosen) in options.items():
+        arguments = {"kernel_size": 3} | chosen
+        own = "padding_mode" not in chosen
+        build = lambda kind=kinds[dims - 1], dims=dims, arguments=arguments: Grid(kind(D, D, **arguments), dims)  # noqa: E731
+        found.append(Case(f"convolution {name}", build, floats, "convolution", ("shared", "project") if own else ("project",)))
+        if own and name != "2d, one by one":
+            extra = arguments | ({"output_padding": 1, "padding": 0} if arguments.get("stride") == 2 else {"padding": 0})
+            build = lambda kind=transposed[dims - 1], dims=dims, extra=extra: Grid(kind(D, D, **extra), dims)  # noqa: E731
+            found.append(Case(f"transposed convolution {name}", build, floats, "transposed convolution", ("project",)))
+    return [
+        *found,
+        Case("convolution, two images each", lambda: Grid(nn.Conv2d(D, 5, 3, padding=1), 2, images=2), floats, "convolution"),
+    ]
+
+
+def bags() -> list[Case]:
+    options = {"sum": {}, "mean": {}, "sum, padding_idx": {"padding_idx": 3}, "mean, padding_idx": {"padding_idx": 3}}
+    return [
+        Case(
+            f"embedding bag, {name}",
+            lambda name=name, chosen=chosen: nn.EmbeddingBag(11, D, mode=name.split(",")[0], **chosen),
+            tokens,
+            "embedding bag",
+            ("project",),
+        )
+        for name, chosen in options.items()
+    ]
 
 
 CASES = [
@@ -193,15 +437,57 @@ CASES = [
     Case("tied head, positions of batch 1", lambda: Tied(), tokens, "embedding", ("project",)),
     Case("tied head with padding_idx", lambda: Tied(padding_idx=3), tokens, "embedding", ("project",)),
     Case("positions without batch", lambda: UnbatchedPositions(), tokens, "embedding", ("project",)),
-    Case("raw parameters beside a child", lambda: RawScale(), floats, "fallback", ("jvp",)),
+    Case("raw parameters beside a child", lambda: RawScale(), floats, "read", ("spread",)),
+    Case("raw table, token, bias and gate", lambda: RawTables(), floats, "read", ("spread",), accuracy=1e-9),
+    Case("raw weights of products", lambda: RawProducts(), floats, "read"),
+    Case("raw parameter in an unknown operation", lambda: RawConvolved(), floats, "fallback", ("jvp",)),
+    Case("attention", lambda: Attention(), floats, "read"),
+    Case("attention, sequence first", lambda: Attention(batch_first=False), floats, "read"),
+    Case("attention to others", lambda: Attention(kdim=D, vdim=D, bias=False, cross=True), floats, "read"),
+    Case("attention with more keys", lambda: Attention(add_bias_kv=True, add_zero_attn=True, cross=True), floats, "read"),
+    Case("encoder", lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), floats, "read"),
+    Case("encoder, sequence first", lambda: Turned(encoder_layer(batch_first=False)), floats, "read"),
+    Case(
+        "encoder in eval mode", lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False).eval(), floats, "read"
+    ),
+    Case("decoder", lambda: Decoder(), floats, "read"),
+    Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats, "read"),
     Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
     Case(
         "parametrised linear",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),
         floats,
-        "fallback",
-        ("vmap",),
+        "read",
     ),
+    *convolutions(),
+    *recurrent(),
+    Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats, "group norm"),
+    Case("group norm, two images each", lambda: Grid(scrambled(nn.GroupNorm(2, D)), 1, images=2), floats, "group norm"),
+    Case("group norm of positions", lambda: Rows(scrambled(nn.GroupNorm(2, D))), floats, "group norm"),
+    Case(
+        "instance norm",
+        lambda: Grid(scrambled(nn.InstanceNorm2d(D, affine=True)), 2),
+        lambda n, t, g: floats(n, t + 1, g),
+        "instance norm",
+        ("project",),
+    ),
+    Case(
+        "instance norm, running statistics",
+        lambda: Grid(in_eval(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)), 1),
+        floats,
+        "instance norm",
+        ("project",),
+    ),
+    Case("batch norm in eval mode", lambda: Grid(in_eval(nn.BatchNorm2d(D)), 2), floats, "batch norm", ("project",)),
+    Case("PReLU", lambda: nn.PReLU(), floats, "PReLU", ("project",)),
+    Case("PReLU by channel", lambda: Grid(scrambled(nn.PReLU(D)), 2), floats, "PReLU", ("project",)),
+    Case("bilinear", lambda: Twice(nn.Bilinear(D, D, 5)), floats, "bilinear", ("project",)),
+    Case("bilinear without bias", lambda: Twice(nn.Bilinear(D, D, 5, bias=False)), flat_floats, "bilinear", ("project",)),
+    *bags(),
+    Case("embedding bag, weighted", lambda: Bags(), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, offsets", lambda: Bags(offsets=True), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, offsets to the last", lambda: Bags(offsets=True, last=True), tokens, "embedding bag", ("project",)),
+    Case("embedding bag, largest", lambda: nn.EmbeddingBag(11, D, mode="max"), tokens, "fallback", ("vmap",)),
     Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
 ]
 

@@ -137,3 +137,38 @@ def test_nobody_else_uses_private_names_of_torch() -> None:
                     found.append(f"{path.name}: {ast.unparse(node)}")
     assert not found
     assert inrun.__version__
+
+
+def test_attention_hands_its_weights_to_its_parts() -> None:
+    """Breaks: attention's projections could not be seen as products, and attention would go through the fallback."""
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            plain = [x.as_subclass(torch.Tensor) if isinstance(x, Watched) else x for x in args]
+            return func(*plain, **(kwargs or {}))
+
+    layer = nn.MultiheadAttention(4, 2)
+    x = torch.randn(3, 2, 4)
+    weights = [layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0, layer.out_proj.weight, layer.out_proj.bias]
+    expected = torch.nn.functional.multi_head_attention_forward(x, x, x, 4, 2, *weights)[0]
+    watched = [w.detach().as_subclass(Watched) if isinstance(w, torch.Tensor) else w for w in weights]
+    out = torch_private.attention_body()(x, x, x, 4, 2, *watched)[0]
+    assert seen.count(torch.nn.functional.linear) == 2
+    assert torch.equal(out, expected)
+
+
+def test_encoders_call_their_parts_without_the_fast_path() -> None:
+    """Breaks: rows of a model that trains in eval mode could not be looked at without gradient."""
+    layer = nn.TransformerEncoderLayer(4, 2, 5, batch_first=True).eval()
+    seen = []
+    layer.linear1.register_forward_pre_hook(lambda *_: seen.append("hook"))
+    called = []
+    layer.linear1.forward = lambda x, inner=layer.linear1.forward: (called.append(1), inner(x))[1]
+    before = torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad(), torch_private.without_attention_fast_path():
+        layer(torch.randn(2, 3, 4))
+    assert called
+    assert torch.backends.mha.get_fastpath_enabled() == before

@@ -6,10 +6,13 @@ Public ways are used wherever they exist. What is left here has none in the rele
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
+    "attention_body",
     "buffers_written_silently",
     "current_backward",
     "flatten_tree",
@@ -26,6 +30,7 @@ __all__ = [
     "move_last",
     "unflatten_tree",
     "version_of",
+    "without_attention_fast_path",
 ]
 
 
@@ -79,6 +84,27 @@ def active_ddp_module() -> nn.Module | None:
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._get_active_ddp_module()
+
+
+@functools.cache
+def attention_body() -> Callable[..., Any]:
+    """Return ``F.multi_head_attention_forward`` as it is, but for handing tensor subclasses to its parts instead of over."""
+    whole = F.multi_head_attention_forward
+    names = {**whole.__globals__, "has_torch_function": lambda _: False}
+    body = types.FunctionType(whole.__code__, names, whole.__name__, whole.__defaults__, whole.__closure__)
+    body.__kwdefaults__ = whole.__kwdefaults__
+    return body
+
+
+@contextlib.contextmanager
+def without_attention_fast_path() -> Iterator[None]:
+    """Let attention and encoder layers in eval mode call their parts, also without gradient."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def is_compiled(module: nn.Module) -> bool:

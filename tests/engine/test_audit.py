@@ -81,10 +81,10 @@ def test_gradient_through_an_output_without_rows_is_refused() -> None:
     class LossInside(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(1, 1, 1))
 
         def forward(self, x):
-            return (x * self.scale).square().mean()
+            return nn.functional.conv1d(x.unsqueeze(1), self.scale).square().mean()  # an operation that no rule follows
 
     model = LossInside()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -121,12 +121,14 @@ class UsesTable(nn.Module):
         return torch.tanh(x + self.positions(x))
 
 
-def test_fallback_output_without_samples_is_refused() -> None:
+def test_a_table_of_a_module_without_samples_is_scored() -> None:
     model, x = UsesTable().double(), floats(3, 3, D)
+    truth = sgd_truth(model, x)
     optimizer, accountant = attach(model, x)
-    with pytest.raises(CoverageError, match=r"positions\.table"), accountant.step(range(3)):
+    with accountant.step(range(3)):
         square(model, x).backward()
         optimizer.step()
+    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
 
 
 class LastPositions(nn.Module):
@@ -321,7 +323,7 @@ class Overwrites(nn.Module):
 
 def test_fallback_whose_input_is_overwritten_is_refused() -> None:
     model, x = Overwrites().double(), floats(3, D)
-    optimizer, accountant = attach(model, x)
+    optimizer, accountant = attach(model, x, check_rows=False)  # what it reads is not followed then
     with pytest.raises(StepError, match="Gate has no rule"), accountant.step(range(3)):
         square(model, x).backward()
         optimizer.step()

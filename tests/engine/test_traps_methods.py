@@ -493,7 +493,7 @@ def test_fallback_with_weights_in_two_optimizers_is_refused(fused: bool) -> None
     parts = [[scale.g, *first.parameters()], [scale.h, *last.parameters()]]
     game.optimizers = [torch.optim.AdamW(part, lr=0.05, fused=fused) for part in parts]
     with pytest.raises(StepError, match="Scale has no rule"):
-        game.step(game.accountant(), 0)
+        game.step(game.accountant(check_rows=False), 0)  # what it reads is not followed then
 
 
 def test_fallback_that_writes_its_buffers() -> None:

@@ -74,6 +74,9 @@ def test_float64_against_reference(case: Case, form: str, n: int) -> None:
     results, coverage = run_case(case, form, torch.float64, n, 4, seed=1)
     for got, expected in results.values():
         assert relative_error(got, expected) < case.accuracy
+    assert coverage.scored_share == 1.0
+    if n == 1 and case.rule in ("read", "fallback"):
+        return  # all gradient of what is read is the one sample's
     used = [row for row in coverage if row.rule == case.rule]
     assert used, f"expected rule {case.rule}, got {coverage}"
     assert any(form in row.form for row in used), str(coverage)
@@ -161,6 +164,35 @@ def test_shared_weight_gradients_equal_the_frameworks() -> None:
             if p.requires_grad:
                 assert relative_error(p.grad, q.grad) < 1e-12, (case.name, name)
         accountant.close()
+
+
+@pytest.mark.parametrize(("case", "form"), [c for c in COMBINATIONS if c.values[0].rule == "read"])
+def test_whole_credit_kept_and_sketched(case: Case, form: str) -> None:
+    """What is kept until the optimizer steps, and sketches with a number for every entry, give the credits of the gradients."""
+    g = torch.Generator().manual_seed(5)
+    x, mask, n = case.draw(4, 4, g), position_mask(4, 4, g), 4
+    found = []
+    for options in ({"credit_memory": "exact"}, {"sketch": 1 << 20}):
+        model = model_of(case)
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.01, momentum=0.5)
+        with inrun.Accountant(
+            model,
+            optimizer,
+            lambda net: masked_sum(net(x[:2]), mask[:2]),
+            form=form if form in ("shared", "project") else "auto",
+            audit_every=1,
+            credit="whole",
+            **options,
+        ) as accountant:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with accountant.step(range(n)):
+                    (masked_sum(model(x), mask) / mask.sum()).backward()
+                    optimizer.step()
+        table = accountant.ledger.credits().sort_by([("step", "ascending"), ("row", "ascending")])
+        found.append(torch.tensor(table["credit"].to_numpy().astype(float)))
+    assert relative_error(found[1], found[0]) < max(1e-6, case.accuracy), case.name  # the books are in single precision
 
 
 class DropoutInside(nn.Module):

@@ -95,7 +95,7 @@ def test_documents_one_at_a_time(name: str, rows: list[list[int]], flat: bool, h
                 close(a.nan_to_num(), e.nan_to_num())
             for a, e in zip(shape.total_and_sketch(v, signs, weights, plan)[2], direct, strict=True):
                 close(a.nan_to_num(), e.nan_to_num())
-        kind, parts = packing.kept_as(rule, label, module.get_parameter(label), (x,), b.dtype)
+        kind, parts = packing.kept_as(rule, constants, label, module.get_parameter(label), (x,), b.dtype)
         kept = shape.keep(kind)
         assert [(tuple(p.shape), p.dtype) for p in kept.parts()] == [(tuple(s), d) for s, d in parts]
         restored = documents.gather(rule.restore(constants, kind, kept.parts()))

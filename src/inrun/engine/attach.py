@@ -19,6 +19,7 @@ from inrun.engine.sites import Site
 from inrun.torch_private import move_last
 
 SLOT = "_inrun_slot"
+READS = "_inrun_reads"
 PLAIN = "_inrun_plain"
 
 
@@ -32,6 +33,10 @@ class Listener(Protocol):
 
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""
+        ...
+
+    def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
+        """Hand out a parameter that a forward reads."""
         ...
 
     def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,6 +82,24 @@ class Slot:
         return listener.run_model(original, args, kwargs)
 
 
+class ReadSlot:
+    """What a module holds whose parameters are read: for which site, under which names."""
+
+    def __init__(self, holder: nn.Module, site: weakref.ref[Site], names: dict[str, str], listener: weakref.ref[Any]) -> None:
+        """Refer to the engine, and to the module itself, weakly."""
+        self._holder, self._site, self._names, self._listener = weakref.ref(holder), site, names, listener
+
+    def read(self, module: Any, name: str, value: nn.Parameter) -> Tensor:
+        """Ask the engine what to hand out; plain parameters where there is none, and while a module is being compiled."""
+        listener, site = self._listener(), self._site()
+        if listener is None or site is None or name not in self._names or self._holder() is not module:
+            return value
+        if torch.compiler.is_compiling():
+            return value
+        found: Tensor = listener.read(site, self._names[name], value)
+        return found
+
+
 def _slot_of(module: Any) -> Slot | None:
     """Return the slot of a module; a copy may have the class and no slot."""
     return module.__dict__.get(SLOT)
@@ -94,7 +117,7 @@ class Observed:
         reduced[0] = plain if reduced[0] is type(self) else reduced[0]
         reduced[1] = tuple(plain if x is type(self) else x for x in reduced[1])
         if len(reduced) > 2 and isinstance(reduced[2], dict):
-            reduced[2] = {k: v for k, v in reduced[2].items() if k != SLOT}
+            reduced[2] = {k: v for k, v in reduced[2].items() if k not in (SLOT, READS)}
         return tuple(reduced)
 
 
@@ -114,6 +137,16 @@ class ObservedCall(Observed):
         """Ask the slot."""
         slot, original = _slot_of(self), super().__call__  # type: ignore[misc]
         return original(*args, **kwargs) if slot is None else slot.route(self, original, args, kwargs)
+
+
+class ObservedReads(Observed):
+    """Modules that hold parameters which forwards read: what they hand out is observed."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Ask the slot for parameters."""
+        value = super().__getattr__(name)  # type: ignore[misc]
+        slot = self.__dict__.get(READS) if isinstance(value, nn.Parameter) else None
+        return value if slot is None else slot.read(self, name, value)
 
 
 class ObservedModel(Observed):
@@ -149,9 +182,13 @@ class Attachment:
         self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, tuple[type[Observed], ...]]] = []
         for module in modules:
             site = of_module.get(module)
-            kinds: tuple[type[Observed], ...] = () if site is None else (ObservedCall if site.rule.replays else ObservedForward,)
+            whole = site is not None and (site.rule.replays or site.rule.reads)
+            kinds: tuple[type[Observed], ...] = () if site is None else (ObservedCall if whole else ObservedForward,)
             reference = None if site is None else weakref.ref(site)
             self._observed.append((module, reference, (ObservedModel, *kinds) if module is model else kinds))
+        self._holders = [
+            (module, weakref.ref(site), names) for site in sites if site.rule.reads for module, names in site.holders().items()
+        ]
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._gradient_hook()) for p in parameters]
         self._step_hooks: list[tuple[torch.optim.Optimizer, Any]] = []
@@ -165,12 +202,17 @@ class Attachment:
             self._swapped.append((module, type(module)))
             object.__setattr__(module, SLOT, Slot(site, self.listener))
             module.__class__ = observed_class(type(module), kinds)
+        for module, reading, names in self._holders:
+            self._swapped.append((module, type(module)))
+            object.__setattr__(module, READS, ReadSlot(module, reading, names, self.listener))
+            module.__class__ = observed_class(type(module), (ObservedReads,))
 
     def detach_model(self) -> None:
         """Leave the model's modules as they were."""
         for module, cls in reversed(self._swapped):
             module.__class__ = cls
             module.__dict__.pop(SLOT, None)
+            module.__dict__.pop(READS, None)
         self._swapped = []
 
     def attach_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:

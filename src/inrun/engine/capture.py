@@ -20,11 +20,13 @@ from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes
+from inrun.engine.reads import RecordingReader, ScoringReader, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Call, Output, Owned, Tapped
+from inrun.layers.layout import TURNED
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import active_ddp_module, current_backward
+from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Capture:
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
         self._recorder: Recorder | None = None
+        self._reader: ScoringReader | None = None
+        if not check_rows:
+            for site in sites:
+                if site.rule.reads:
+                    site.fall_back()  # where parameters meet the samples must be seen
         self._paused = False
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
@@ -60,10 +67,11 @@ class Capture:
     def observe(self, micro: Microbatch, occasion: Occasion) -> None:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
+        self._reader = ScoringReader(micro, self.rows.layout, self.form)
 
     def rest(self) -> None:
         """Let calls run plainly."""
-        self._micro = None
+        self._micro = self._reader = None
 
     @property
     def has_microbatch(self) -> bool:
@@ -132,13 +140,15 @@ class Capture:
         before, self._recorder = self._recorder, recorder
         try:
             with (
-                torch.no_grad(),
+                torch.set_grad_enabled(recorder.with_grad),
                 forked_random(None, devices_of(self.model)),
                 modes(self.model, None, batch_norm_eval=True),
                 self._guard.hold(),
+                without_attention_fast_path(),
             ):
                 return self.model(*args, **kwargs)
         finally:
+            recorder.close()
             self._recorder = before
 
     # One call
@@ -147,6 +157,8 @@ class Capture:
         """Run one call of an observed module."""
         if self._noted is not None:
             self._noted[site] = self._noted.get(site, False) or torch.is_grad_enabled()
+        if site.rule.reads:
+            return original(*args, **kwargs)
         if self._recorder is not None and not self._paused:
             return self._recorder.call(site, original, args, kwargs)
         if not self._observing:
@@ -163,7 +175,22 @@ class Capture:
             )
         if site.rule.replays:
             return self._score_by_replay(site, micro, original, args, kwargs)
+        if site.rule.whole:
+            return self._score_whole(site, micro, original, args, kwargs)
         return self._score(site, micro, original, args, kwargs)
+
+    def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
+        """Hand out a parameter that a forward reads: tracked while that forward is recorded or scored."""
+        micro = self._micro
+        if micro is None or self._paused or not site.rule.reads or site.scored[name].parameter is not value:
+            return value
+        if self._recorder is not None:
+            return track(site, name, value, RecordingReader(self._recorder, micro.n))
+        if not self._observing or (self._depth == 0 and current_backward() == -1):
+            return value
+        assert self._reader is not None
+        found = track(site, name, value, self._reader)
+        return self._reader.whole(found.track) if micro.n == 1 else found
 
     def _score(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -173,7 +200,9 @@ class Capture:
             return original(*args, **kwargs)  # torch.func.functional_call with other weights trains none of ours
         inputs = rule.inputs(module, args, kwargs)
         lead = inputs[0]
-        layout = self.rows.layout(site, lead.shape, n)
+        telling = rule.lead(module, args, kwargs)
+        layout = self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
+        turn = layout if layout in TURNED else ""
         constants = rule.constants(module)
         packing = None
         if micro.documents is not None:
@@ -191,7 +220,7 @@ class Capture:
             asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
             if asks:
                 site.note_form("shared")
-                call = Call(rule, constants, n, asks, packing=packing)
+                call = Call(rule, constants, n, asks, packing=packing, turn=turn)
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
@@ -206,8 +235,30 @@ class Capture:
         if not asks:
             return out
         site.note_form("project")
-        call = Call(rule, constants, n, asks, expands, one, packing)
+        call = Call(rule, constants, n, asks, expands, one, packing, turn)
         return Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+
+    def _score_whole(
+        self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        rule, module, n = site.rule, site.module, micro.n
+        inputs = rule.inputs(module, args, kwargs)
+        lead = rule.lead(module, args, kwargs)
+        assert lead is not None
+        if not site.holds_its_parameters():
+            return original(*args, **kwargs)
+        if self.rows.layout(site, lead.shape, n) != "rows":
+            raise RowOwnershipError(
+                f"{site.title} is called with {lead.shape[0]} sequences for {n} samples; give it one per sample"
+            )
+        owned = self.form != "project" and not torch.is_autocast_enabled(lead.device.type) and lead.dtype.itemsize >= 4
+        constants = rule.constants(module)
+        asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
+        if not asks:
+            return original(*args, **kwargs)
+        site.note_form("shared" if owned else "project")
+        made = None if owned else original(*args, **kwargs)
+        return rule.run_scored(Call(rule, constants, n, asks), buffers, asked, module, args, kwargs, made)
 
     def _score_by_replay(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -257,14 +257,19 @@ class Microbatch:
         return leaves[s]
 
     def ask(
-        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype, only: str | None = None
     ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor]]:
-        """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed."""
+        """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed.
+
+        ``only`` asks for one parameter of the module.
+        """
         asks: list[Ask] = []
         directions: list[Tensor] = []
         probes: list[Tensor] = []
         buffers: dict[str, Tensor] = {}
         for name, s in site.active().items():
+            if only not in (None, name):
+                continue
             if self.directions.is_zero(s) or not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
                 continue
             if dtype.itemsize < 4:
@@ -287,7 +292,7 @@ class Microbatch:
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
-            kind, parts = self._kept_as(site, name, s.parameter, inputs, dtype)
+            kind, parts = self._kept_as(site, constants, name, s.parameter, inputs, dtype)
             key = (s, *parts[0])
             if kind.summable and key in self._formed:
                 leaves = self._formed[key].leaves
@@ -309,11 +314,11 @@ class Microbatch:
         return tuple(asks), [*directions, *probes], buffers
 
     def _kept_as(
-        self, site: Site, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self, site: Site, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[type[GradientShape], Parts]:
         if self.documents is None:
-            return site.rule.kept_as(name, parameter, inputs, dtype, self.n)
-        return self.documents.packing.kept_as(site.rule, name, parameter, inputs, dtype)
+            return site.rule.kept_as(constants, name, parameter, inputs, dtype, self.n)
+        return self.documents.packing.kept_as(site.rule, constants, name, parameter, inputs, dtype)
 
     def _sketched_as(self, site: Site, plan: SketchPlan, inputs: tuple[Tensor, ...]) -> Parts:
         if self.documents is None:

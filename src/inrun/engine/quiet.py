@@ -77,8 +77,10 @@ class BufferGuard:
         copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
         copies = {name: b.detach().clone() for name, b in copied.items()}
         versions = {name: version_of(b) for name, b in buffers.items()}
+        finished = False
         try:
             yield
+            finished = True
         finally:
             after = dict(self.model.named_buffers())
             changed = {n for n, b in buffers.items() if version_of(b) != versions[n] or after.get(n) is not b}
@@ -86,7 +88,8 @@ class BufferGuard:
                 changed |= {name for name, copy in copies.items() if not torch.equal(buffers[name], copy)}
             for name in copies if written is not None else changed & set(copies):
                 _put_back(self.model, name, buffers[name], copies[name])
-            self.written[flags] = changed | (written or set())
+            if finished or written is not None:  # a pass that was broken off has not shown all
+                self.written[flags] = changed | (written or set())
             lost = changed - set(copies)
             if lost:
                 raise ValidationError(

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from inrun.engine.audits import Schedule
 from inrun.engine.buffers import Buffers
@@ -170,6 +170,10 @@ class Run:
             log.warning("inrun: the saved state has no open windows: what the optimizer remembers is booked as inherited")
 
     # What the user's objects say
+
+    def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
+        """Hand out a parameter that a forward reads."""
+        return self.capture.read(site, name, value)
 
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from inrun.errors import ConfigurationError, CoverageError
-from inrun.layers import FallbackRule, LayerRule, find_rule
+from inrun.layers import FallbackRule, LayerRule, ReadRule, find_rule
 
 
 @dataclass(eq=False)
@@ -93,6 +93,18 @@ class Site:
         """Remember that an output belongs to all samples at once."""
         self._shared_outputs.add(index)
 
+    def fall_back(self) -> None:
+        """Run the module again instead of scoring what it reads."""
+        self.rule = FallbackRule()
+
+    def holders(self) -> dict[nn.Module, dict[str, str]]:
+        """Return the modules that hold the parameters, with their names there and at this site."""
+        found: dict[nn.Module, dict[str, str]] = {}
+        for name in self.scored:
+            path, _, leaf = name.rpartition(".")
+            found.setdefault(self.module.get_submodule(path), {})[leaf] = name
+        return found
+
     def has_rows(self, index: int, shape: torch.Size, n: int) -> bool:
         """Whether output ``index`` of a module without a rule has rows of ``n`` samples."""
         return len(shape) > 0 and shape[0] % n == 0 and index not in self._shared_outputs
@@ -114,8 +126,8 @@ class Site:
         return all(held(name) is s.parameter for name, s in self.scored.items())
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return the tensor whose rows tell the samples: the first tensor argument."""
-        return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        """Return the tensor whose rows tell the samples, as the rule knows it."""
+        return self.rule.lead(self.module, args, kwargs)
 
 
 def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[nn.Parameter, Scored]:
@@ -214,8 +226,8 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         rule = find_rule(module)
         if rule is not None and (reason := rule.refusal(module)):
             raise CoverageError(f"{name} cannot be scored: {reason}. Freeze it, or change the option.")
-        if rule is None or not set(own) <= set(rule.names):
-            rule = FallbackRule()
+        if rule is None or not rule.covers(module, set(own)):
+            rule = ReadRule()
         site = Site(name, module, rule, own)
         for local, s in own.items():
             s.add_use(site, local)

@@ -1,9 +1,10 @@
 """Map one layer's inputs and output gradient to per-sample gradients: the registry and the rules it holds."""
 
-from inrun.layers import embedding, linear, norm  # noqa: F401 - importing registers the rules
+from inrun.layers import bilinear, channels, convolution, embedding, linear, norm, recurrent  # noqa: F401 - importing registers the rules
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
+from inrun.layers.reads import ReadRule
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
@@ -25,6 +26,7 @@ __all__ = [
     "PackedReplay",
     "Packing",
     "Parts",
+    "ReadRule",
     "RecordedCall",
     "Replay",
     "SketchPlan",

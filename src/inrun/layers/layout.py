@@ -6,6 +6,11 @@ dimensions of a module's tensors map to samples is its *layout*:
 ``rows``  the leading dimension is the sample, ``[n, ...]``
 ``flat``  samples are laid end to end in the leading dimension, ``[n·t, ...]``
 ``free``  the tensor has no sample dimension (position embeddings): every sample shares it
+
+Two more are *turned* into the normal form, by layers that treat all positions alike:
+
+``second``  the sample is the second dimension, ``[t, n, ...]`` (sequence-first)
+``cycled``  such a tensor with both laid end to end, ``[t·n, ...]``: the rows of a sample are n apart
 """
 
 from __future__ import annotations
@@ -17,7 +22,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["rows", "flat", "free"]
+Layout = Literal["rows", "flat", "free", "second", "cycled"]
+TURNED = ("second", "cycled")
+
+
+def turned(x: Tensor, n: int, layout: str) -> Tensor:
+    """Return ``x`` with the sample first."""
+    return (x if layout == "second" else x.unflatten(0, (-1, n))).transpose(0, 1)
 
 
 def by_sample(x: Tensor, n: int, feature_dims: int) -> Tensor:

@@ -64,6 +64,7 @@ class LinearRule(LayerRule):
     names = ("weight", "bias")
     positionwise = True
     owner = LinearOwner()
+    turns = True
     #: Whether the weight is stored ``[i, o]`` instead of ``[o, i]``; the rule's only constant.
     transposed = False
 
@@ -84,11 +85,11 @@ class LinearRule(LayerRule):
         return found
 
     def kept_as(
-        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
     ) -> tuple[type[GradientShape], Parts]:
         """The smaller of factors and formed gradients."""
         if name == "bias":
-            return super().kept_as(name, parameter, inputs, dtype, n)
+            return super().kept_as(constants, name, parameter, inputs, dtype, n)
         (p, q), a = parameter.shape, inputs[0]
         dtypes = (a.dtype, dtype) if self.transposed else (dtype, a.dtype)
         return Outer.kept_as(n, positions(a, n), p, q, dtypes)

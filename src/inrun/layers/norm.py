@@ -92,6 +92,7 @@ class NormRule(LayerRule):
     names: ClassVar[tuple[str, ...]] = ("weight", "bias")
     positionwise = True
     owner = NormOwner()
+    turns = True
 
     def gradients(
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]

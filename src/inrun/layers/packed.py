@@ -74,14 +74,16 @@ class Packing:
         return {name: packed(shape, places[:, 0], self.documents) for name, shape in found.items()}
 
     def kept_as(
-        self, rule: LayerRule, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self, rule: LayerRule, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[type[GradientShape], Parts]:
         """Tell as which tensors gradients are kept: formed by document, or factors by chunk."""
         length = self.chunks * self.chunk_length // self.documents  # of a document, on average
-        kind, parts = rule.kept_as(name, parameter, self._stand_ins(inputs, self.documents, length), dtype, self.documents)
+        kind, parts = rule.kept_as(
+            constants, name, parameter, self._stand_ins(inputs, self.documents, length), dtype, self.documents
+        )
         if kind.summable:
             return kind, parts
-        return rule.kept_as(name, parameter, self._stand_ins(inputs, self.chunks, self.chunk_length), dtype, self.chunks)
+        return rule.kept_as(constants, name, parameter, self._stand_ins(inputs, self.chunks, self.chunk_length), dtype, self.chunks)
 
     def sketched_as(self, rule: LayerRule, plan: SketchPlan, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
         """Tell as which tensors a sketch leaves: rows of a look-up by chunk, all else by document."""

@@ -60,8 +60,31 @@ class LayerRule:
     #: Whether outputs at a position depend on inputs at that position alone, with positions first in every tensor that the mapping
     #: takes: then the samples of a batch may be documents packed into its rows.
     positionwise: ClassVar[bool] = False
+    #: Whether the module's parameters are scored where its forward reads them (``reads.py``).
+    reads: ClassVar[bool] = False
+    #: Whether the rule runs whole modules, of many parameters and outputs (``run_scored``).
+    whole: ClassVar[bool] = False
+    #: Whether all leading dimensions are alike, so that samples need not be in the first.
+    turns: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
+
+    def covers(self, module: nn.Module, names: set[str]) -> bool:
+        """Whether the rule knows all these parameters of a module."""
+        return names <= set(self.names)
+
+    def run_scored(
+        self,
+        call: Any,
+        buffers: dict[str, Tensor],
+        asked: list[Tensor],
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        made: Any,
+    ) -> Any:
+        """Run a call with probes (rules that score modules as a whole); ``made`` is what the module returned, if it ran."""
+        raise NotImplementedError(f"{type(self).__name__} does not run its module")
 
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this module's gradient is not the rule's, or return None."""
@@ -79,6 +102,10 @@ class LayerRule:
             raise CoverageError(f"a {type(module).__name__} was called with {kinds}; its rule knows calls with one tensor")
         return (given[0],)
 
+    def lead(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the tensor of a call whose rows tell the samples: the first."""
+        return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+
     def gradients(
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
     ) -> dict[str, GradientShape]:
@@ -86,7 +113,7 @@ class LayerRule:
         raise NotImplementedError
 
     def kept_as(
-        self, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
     ) -> tuple[type[GradientShape], Parts]:
         """Tell as which shape and tensors a gradient is kept until the optimizer steps; ``dtype`` is the output's."""
         return Formed, (((n, *parameter.shape), torch.promote_types(parameter.dtype, torch.float32)),)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.layers.layout import turned
 from inrun.layers.packed import Packing
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
@@ -68,6 +69,8 @@ class Call:
     #: Samples are documents packed into the rows. Their places, and the positions that are nobody's, then come before all else
     #: that is given, and a probe for gradient at those positions comes last.
     packing: Packing | None = None
+    #: Where the samples are not in the first dimension: ``second`` or ``cycled`` (see ``layout.py``).
+    turn: str = ""
 
     @property
     def asked_names(self) -> tuple[str, ...]:
@@ -88,6 +91,8 @@ class Call:
     ) -> dict[str, GradientShape]:
         """Map inputs and output gradient to the shapes of the samples' gradients."""
         if self.packing is None:
+            if self.turn:
+                inputs, b = tuple(turned(x, self.n, self.turn) for x in inputs), turned(b, self.n, self.turn)
             return self.rule.gradients(self.constants, inputs, b, self.n, names)
         return self.packing.gradients(self.rule, self.constants, inputs, b, given[0], names)
 
@@ -205,7 +210,7 @@ class Owned(torch.autograd.Function):
         buffers, ctx.buffers = ctx.buffers, {}
         totals: dict[str, Tensor] = {}
         if twice:
-            totals = {k: s.total() for k, s in call.rule.gradients(call.constants, saved, b, call.n, names).items()}
+            totals = {k: s.total() for k, s in call.gradients(saved, b, directions, names).items()}
         with torch.no_grad(), unrounded(b):
             shapes = call.gradients(saved, b.detach(), directions, names)
             once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)

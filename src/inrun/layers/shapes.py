@@ -12,7 +12,8 @@ A shape knows how to contract itself with directions, to add itself up, to be ke
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -338,8 +339,27 @@ def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
     return dot_each(g, v)
 
 
+class Rows(Protocol):
+    """A tensor ``[n, t, q]``, or what makes one some samples at a time."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return ``[n, t, q]``."""
+        ...
+
+    def __getitem__(self, some: slice) -> Tensor:
+        """Return some samples."""
+        ...
+
+
 def shared_outer(
-    x: Tensor, y: Tensor, v: Tensor, by_rows: bool = False, signs: Tensor | None = None, segment: int = 1
+    x: Tensor,
+    y: Rows,
+    v: Tensor,
+    by_rows: bool = False,
+    signs: Tensor | None = None,
+    segment: int = 1,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Make the weight gradient G = Σ_n g_n and the contractions ⟨g_n, v⟩ from the same products.
 
@@ -355,6 +375,7 @@ def shared_outer(
         by_rows: Leave the rows of the weight apart.
         signs: Of a sketch, ``[p·q]``.
         segment: Entries per segment of the sketch.
+        most: Samples at a time, at the most.
 
     Returns:
         G ``[p, q]``; the inner products ``[n, k]``, or ``[n, k, p]`` row by row; signed segment sums ``[n, p·q/segment]``.
@@ -364,7 +385,7 @@ def shared_outer(
     if n == 0:
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
-    chains = max(1, min(n, SCRATCH_BYTES // max(total.nbytes, 1)))
+    chains = max(1, min(n, n if most is None else most, SCRATCH_BYTES // max(total.nbytes, 1)))
     # A sketch needs scratch memory of its own while the sums run.
     running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
     sums: list[Tensor] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from inrun.engine.sites import Site
 from inrun.errors import RowOwnershipError
 from inrun.layers import Packing, RecordedCall
+from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors
 
 Pattern = tuple[Any, ...]
@@ -34,6 +35,8 @@ class Entry:
     #: Which output, or which argument, of a module without a rule this is; None for the input of one with a rule.
     output: int | None = None
     argument: int | None = None
+    #: One fingerprint per index of the second dimension, where the samples may be there.
+    columns: Tensor | None = None
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -56,14 +59,24 @@ class Recorder:
         expand: tuple[set[int], int] | None = None,
         disturb_copy: bool = False,
         packing: Packing | None = None,
+        disturb_spread: int | None = None,
+        with_grad: bool = False,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
 
-        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output. With a ``packing``, what has positions is
-        noted position by position instead of row by row.
+        ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output, ``disturb_spread`` a sample's copy of
+        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. With a
+        ``packing``, what has positions is noted position by position instead of row by row.
         """
         self.packing = packing
+        self.disturb_spread, self.with_grad = disturb_spread, with_grad
+        #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
+        self.constants: list[tuple[UnreadableError, Tensor]] = []
+        #: Modules whose parameters are read and met the samples by broadcasting.
+        self.spreading: set[Site] = set()
         self.disturb_copy = disturb_copy
+        #: The forward has ended.
+        self.over = False
         self.entries: list[Entry] = []
         #: The last call of every module without a rule.
         self.replayable: dict[Site, RecordedCall] = {}
@@ -71,13 +84,18 @@ class Recorder:
 
     def call(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module and note what it was given."""
+        if site.rule.reads:
+            return original(*args, **kwargs)
         if site.rule.replays:
             return self._call_without_rule(site, original, args, kwargs)
+        tracked = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tracked)), None)
+        if tracked is not None:
+            raise UnreadableError(tracked.track, f"a {type(site.module).__name__}")
         lead = site.lead(args, kwargs)
         if lead is None or lead.dim() == 0:
             raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
         index = len(self.entries)
-        self.entries.append(Entry(site, lead.shape, self._print(lead)))
+        self.note(site, lead)
         out = original(*args, **kwargs)
         if index == self.disturb:
             out = out.clone()
@@ -94,6 +112,30 @@ class Recorder:
         if self.packing is None or self.packing.features(x.shape) is None:
             return fingerprint(x)
         return fingerprint(self.packing.by_position(x))
+
+    def close(self) -> None:
+        """The forward has ended."""
+        self.over = True
+
+    def note(self, site: Site, lead: Tensor) -> None:
+        """Note what a call was given."""
+        columns = fingerprint(lead.transpose(0, 1)) if site.rule.turns and lead.dim() > 1 else None
+        self.entries.append(Entry(site, lead.shape, self._print(lead), columns=columns))
+
+    def note_constants(self, problem: UnreadableError, tensors: list[Tensor]) -> None:
+        """Note tensors that no sample may move."""
+        self.constants += [(problem, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
+
+    def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
+        """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""
+        self.spreading |= sites
+        if self.disturb_spread is None:
+            return copies
+        copies = copies.clone()
+        block = copies.shape[dim] // n
+        one = copies.narrow(dim, self.disturb_spread * block, block)
+        one += 1.0 + one.abs().max()
+        return copies
 
     def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note its arguments and what it returned."""

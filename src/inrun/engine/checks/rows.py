@@ -21,6 +21,7 @@ from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
 from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers import Layout, unused_parameters
+from inrun.layers.reads import UnreadableError
 from inrun.layers.trees import float_tensors, tensors_of
 
 log = logging.getLogger("inrun")
@@ -138,11 +139,41 @@ class RowCheck:
         """Run the model and return the recorder and the model's outputs."""
         return recorder, float_tensors(self.run(arguments, recorder))
 
+    def _record_first(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
+        """The same for the first time: with gradient, so that forwards of autograd functions, which run without, can be told."""
+        return self._record(arguments, Recorder(with_grad=any(site.rule.reads for site in self.sites)))
+
+    def _moved_constants(self, before: Recorder, after: Recorder) -> bool:
+        """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
+        for (problem, was), (_, now) in zip(before.constants, after.constants, strict=False):
+            if bool(moved_rows(was, now).any()):
+                _fall_back([site for site in problem.sites if site.rule.reads], str(problem))
+                return True
+        # Rows that are gathered by what a sample is (experts) change the calls themselves.
+        reads = [[(e.site, e.shape) for e in r.entries if e.site is not None and e.site.rule.reads] for r in (before, after)]
+        if reads[0] != reads[1]:
+            _fall_back(list({site for site, _ in (*reads[0], *reads[1])}), "its calls change with the samples")
+            return True
+        return False
+
+    def _check_spread(self, sites: set[Site], n: int, arguments: Arguments, plain: tuple[list[Entry], list[Tensor]]) -> bool:
+        """See that one sample's copy of parameters that are read moves that sample alone; if not, they go through the fallback."""
+        base, outputs = plain
+        for row in (0, n - 1):
+            recorder, disturbed = self._record(arguments, Recorder(disturb_spread=row))
+            entries = recorder.entries
+            pairs = [(b, a) for b, a in zip(base, entries, strict=False) if b.argument is None and b.shape == a.shape]
+            pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
+            if len(entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in pairs):
+                _fall_back(list(sites), "a parameter that is read reaches other samples than its own copy")
+                return False
+        return True
+
     def _record_exchanged(self, arguments: Arguments) -> Recorder:
         """Run the model with one sample exchanged; it may not take such a batch."""
         try:
             return self._record(arguments, Recorder())[0]
-        except RowOwnershipError:
+        except (RowOwnershipError, UnreadableError):
             raise
         except Exception as error:
             raise RowOwnershipError(
@@ -166,6 +197,19 @@ class RowCheck:
     def _examine(
         self, n: int, arguments: Arguments, samples: list[int], again: bool = False
     ) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
+        """Classify every call of one forward; modules that read parameters in ways not known go through the fallback first."""
+        while True:
+            try:
+                return self._examine_once(n, arguments, samples, again)
+            except UnreadableError as problem:
+                reading = [site for site in problem.sites if site.rule.reads]
+                if not reading:
+                    raise
+                _fall_back(reading, str(problem))
+
+    def _examine_once(
+        self, n: int, arguments: Arguments, samples: list[int], again: bool = False
+    ) -> tuple[dict[tuple[Site, Pattern, int], Layout], bool]:
         """Classify every call of one forward; the flag tells whether the exchange of a sample could be seen.
 
         ``again`` leaves calls that no sample moves at what is known of them.
@@ -177,7 +221,7 @@ class RowCheck:
                 "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or "
                 "pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
-        recorder, outputs = self._record(arguments, Recorder())
+        recorder, outputs = self._record_first(arguments)
         base = recorder.entries
         self._examine_unused(recorder)
         broken = next((e for e in base if not bool(torch.isfinite(e.rows).all())), None)
@@ -189,6 +233,8 @@ class RowCheck:
                 f"activations at {name} are not finite, so that it cannot be told which rows belong to which sample: the weights "
                 "or the inputs of this step have infinities or NaN. Begin from weights that are finite."
             )
+        if recorder.spreading and not again and not self._check_spread(recorder.spreading, n, arguments, (base, outputs)):
+            return self._examine(n, arguments, samples, again)
         layouts: list[Layout | None] = [None] * len(base)
         seen = False
         for sample in samples:
@@ -196,7 +242,10 @@ class RowCheck:
             if other is None:
                 continue
             seen = True
-            moved_entries = self._record_exchanged(other).entries
+            exchanged = self._record_exchanged(other)
+            if self._moved_constants(recorder, exchanged):
+                return self._examine(n, arguments, samples, again)
+            moved_entries = exchanged.entries
             if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
                 raise RowOwnershipError(
                     "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
@@ -206,7 +255,13 @@ class RowCheck:
                 if before.argument is not None:
                     _note_argument(before, moved)
                 else:
-                    layouts[i] = classify(before, moved, n, sample) or layouts[i]
+                    try:
+                        layouts[i] = classify(before, moved, n, sample, after) or layouts[i]
+                    except RowOwnershipError as problem:
+                        if before.site is None or not before.site.rule.reads:
+                            raise
+                        _fall_back([before.site], str(problem).partition(":")[0])
+                        return self._examine(n, arguments, samples, again)
         if not seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
         if again:
@@ -298,10 +353,9 @@ class RowCheck:
         for row in (0, n - 1):
             recorder, disturbed = self._record(arguments, Recorder(expand=(free, n), disturb_copy=True, row=row))
             pairs = [(b, a) for b, a in zip(base, recorder.entries, strict=False) if b.argument is None and b.shape == a.shape]
-            both = [(b, a) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
-            pairs += [(Entry(None, b.shape, fingerprint(b)), Entry(None, a.shape, fingerprint(a))) for b, a in both]
-            moved = [moved_rows(b.rows, a.rows) for b, a in pairs if b.shape[0] % n == 0]
-            if len(recorder.entries) != len(base) or not all(_only_block(m, n, row) for m in moved):
+            pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
+            telling = [(b, a) for b, a in pairs if b.shape[0] % n == 0]
+            if len(recorder.entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in telling):
                 raise RowOwnershipError(_free_message(names, n))
 
 
@@ -333,7 +387,43 @@ def _only_block(moved: Tensor, n: int, sample: int) -> bool:
     return not bool(others.any())
 
 
-def classify(entry: Entry, moved: Tensor, n: int, sample: int) -> Layout | None:
+def _only_column(before: Entry, after: Entry, n: int, sample: int) -> bool:
+    """Whether the samples are in the second dimension and only one sample's entries moved."""
+    if before.columns is None or after.columns is None or len(before.columns) != n:
+        return False
+    return _only_block(moved_rows(before.columns, after.columns), n, sample)
+
+
+def _only_every(moved: Tensor, n: int, sample: int) -> bool:
+    """Whether rows go round the samples and only one sample's moved."""
+    return len(moved) % n == 0 and _only_block(moved.view(-1, n).any(0), n, sample)
+
+
+def _entry_of(x: Tensor) -> Entry:
+    """Return an output of the model as an entry."""
+    return Entry(None, x.shape, fingerprint(x), columns=fingerprint(x.transpose(0, 1)) if x.dim() > 1 else None)
+
+
+def _moves_only(before: Entry, after: Entry, n: int, sample: int) -> bool:
+    """Whether one sample's entries alone moved, wherever the samples are."""
+    moved = moved_rows(before.rows, after.rows)
+    if not bool(moved.any()):
+        return True
+    if len(moved) % n == 0 and (_only_block(moved, n, sample) or _only_every(moved, n, sample)):
+        return True
+    return _only_column(before, after, n, sample)
+
+
+def _fall_back(sites: list[Site], why: str) -> None:
+    """Let modules go through the fallback, and say so."""
+    for site in sites:
+        site.fall_back()
+    if sites:
+        titles = ", ".join(sorted(site.title for site in sites))
+        log.warning("inrun: no rule for %s (%s); each runs its forward once more per backward (see coverage)", titles, why)
+
+
+def classify(entry: Entry, moved: Tensor, n: int, sample: int, after: Entry | None = None) -> Layout | None:
     """Return the layout of a call of which one sample's rows may move, None if nothing moved; raise if others did."""
     if not bool(moved.any()):
         return None
@@ -341,6 +431,11 @@ def classify(entry: Entry, moved: Tensor, n: int, sample: int) -> Layout | None:
     if size % n == 0 and _only_block(moved, n, sample):
         return "rows" if size == n else "flat"
     assert entry.site is not None
+    if after is not None and entry.site.rule.turns and entry.output is None:
+        if _only_column(entry, after, n, sample):
+            return "second"
+        if _only_every(moved, n, sample):
+            return "cycled"
     module = entry.site.module
     hint = ""
     if getattr(module, "batch_first", True) is False:

@@ -101,7 +101,8 @@ class ExactEntry:
         if self._norms is None:
             squares = torch.zeros(self.n, dtype=torch.float64)
             for _, first, shape in self.held:
-                g = shape.form().flatten(1).double()
+                g = shape.form().double()
+                g = g.reshape(len(g), -1)
                 squares[first : first + len(g)] += g.square().sum(1)
             self._norms = squares.sqrt()
         return self._norms

@@ -1,0 +1,166 @@
+"""What happens when a forward reads a parameter: recorded, to see whose rows move, or scored."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inrun.engine.checks.recorder import Recorder
+from inrun.engine.microbatch import Microbatch
+from inrun.engine.sites import Site
+from inrun.layers import Ask, Call, Layout, Tapped
+from inrun.layers.layout import TURNED
+from inrun.layers.reads import LinearReadRule, LookUpRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.seam_reads import Multiplied, Spread, expanded
+
+_spread, _linear, _looked_up = SpreadRule(), LinearReadRule(), LookUpRule()
+#: Returns the layout of a call: site, shape, samples.
+LayoutOf = Callable[[Site, torch.Size, int], Layout]
+
+
+def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
+    """Hand out a parameter that is read."""
+    return Tracked.of(Track(parameter, {Root(site, name): (parameter, None, True)}, reader))
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return x @ weight if transposed else F.linear(x, weight, bias)
+
+
+class RecordingReader:
+    """Runs as the forward would, and notes what meets the samples."""
+
+    def __init__(self, recorder: Recorder, n: int) -> None:
+        """Note into ``recorder``."""
+        self.recorder, self.n = recorder, n
+
+    @property
+    def alive(self) -> bool:
+        """Whether the forward is still being recorded."""
+        return not self.recorder.over
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Look up, and disturb one sample's rows where that is wanted."""
+        return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n)
+
+    def check(self, track: Track, operation: Any) -> None:
+        """A forward of an autograd function, or one without gradient, is not followed."""
+        if self.recorder.with_grad and not torch.is_grad_enabled():
+            raise UnreadableError(track, operation)
+
+    def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
+        """Note them: no sample may move them."""
+        self.recorder.note_constants(UnreadableError(track, operation), others)
+
+    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
+        """Expand, and disturb one sample's copy where that is wanted."""
+        return self.recorder.spread({root.site for root in track.roots}, expanded(track.plain, dim, size, dims), dim, self.n)
+
+    def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
+        """Note whose rows ``x`` has."""
+        for site in {root.site for root in weight.roots}:
+            self.recorder.note(site, x)
+        return _multiply(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, transposed)
+
+
+class ScoringReader:
+    """Scores every use of the parameters that one microbatch reads."""
+
+    def __init__(self, micro: Microbatch, layout: LayoutOf, form: str) -> None:
+        """Refer to the microbatch weakly: tracked tensors live as long as the graph."""
+        self._micro, self.layout, self.form, self.n = weakref.ref(micro), layout, form, micro.n
+
+    def check(self, track: Track, operation: Any) -> None:
+        """The forward was recorded."""
+
+    def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
+        """The forward was recorded."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the step is still open."""
+        micro = self._micro()
+        return micro is not None and not micro.over
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Look up, and have the gradients of the rows."""
+        out = table.plain[rows]
+        asks, asked, buffers, ways = self._ask({"weight": table}, (rows,), out.dtype, "look-up")
+        if not asks:
+            return out
+        constants = ({name: way for name, (_, way) in ways.items()}, len(table.plain))
+        tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
+        return tapped
+
+    @property
+    def micro(self) -> Microbatch:
+        """Return the microbatch."""
+        found = self._micro()
+        assert found is not None
+        return found
+
+    def _ask(
+        self, tracks: dict[str, Track], inputs: tuple[Tensor, ...], dtype: torch.dtype, form: str
+    ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor], dict[str, tuple[str, Way]]]:
+        """Ask for every parameter behind ``tracks`` (by kind of use); names are made unique over modules."""
+        asks: list[Ask] = []
+        directions: list[Tensor] = []
+        probes: list[Tensor] = []
+        buffers: dict[str, Tensor] = {}
+        ways: dict[str, tuple[str, Way]] = {}
+        for kind, used in tracks.items():
+            for root, way in used.roots.items():
+                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, only=root.name)
+                if not some:
+                    continue
+                key = f"{kind} {len(ways)}"
+                root.site.note_form(form)
+                ways[key] = (kind, Way(*way))
+                given = sum(ask.given for ask in some)
+                asks += [dataclasses.replace(ask, name=key) for ask in some]
+                directions += tensors[:given]
+                probes += tensors[given:]
+                if memory:
+                    (buffers[key],) = memory.values()
+        return tuple(asks), [*directions, *probes], buffers, ways
+
+    def whole(self, track: Track) -> Tensor:
+        """Hand out a parameter to a batch of one sample: all of its gradient is the sample's."""
+        return self.spread(track, 0, 1, track.plain.dim() + 1)[0]
+
+    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
+        """Expand, and have the gradients of the copies."""
+        asks, asked, buffers, ways = self._ask({"weight": track}, (track.plain,), track.plain.dtype, "spread")
+        if not asks:
+            return expanded(track.plain, dim, size, dims)
+        call = Call(_spread, {name: way for name, (_, way) in ways.items()}, self.n, asks)
+        out: Tensor = Spread.apply(call, buffers, self.micro.past, track.plain, (dim, size, dims), *asked)
+        return out
+
+    def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
+        """Multiply in the shared form, or as the framework does."""
+        site = next(iter(weight.roots)).site
+        layout = self.layout(site, x.shape, self.n)
+        if layout == "free":
+            raise UnreadableError(weight, F.linear)
+        tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})
+        plain_bias = bias.plain if isinstance(bias, Track) else bias
+        exact = x.dtype == weight.plain.dtype and x.dtype in (torch.float32, torch.float64)
+        owned = self.form != "project" and exact and not torch.is_autocast_enabled(x.device.type)
+        dtype = x.dtype if owned or not torch.is_autocast_enabled(x.device.type) else torch.get_autocast_dtype(x.device.type)
+        asks, asked, buffers, ways = self._ask(tracks, (x,), dtype, "shared" if owned else "project")
+        if not asks:
+            return _multiply(x, weight.plain, plain_bias, transposed)
+        call = Call(_linear, (transposed, ways), self.n, asks, turn=layout if layout in TURNED else "")
+        if owned:
+            out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
+            return out
+        made = _multiply(x, weight.plain, plain_bias, transposed)
+        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        return tapped

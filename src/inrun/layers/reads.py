@@ -1,0 +1,475 @@
+"""Parameters that a forward reads instead of handing them to a layer: position tables, class tokens, attention's projections.
+
+While a forward is scored, such a parameter is handed out as a :class:`Tracked` tensor. What is computed from it alone (slices,
+reshapes, exponentials, other parameters) stays tracked, as a function q = f(p) of the parameter. Where q meets the samples, the
+per-sample gradients at q are of a known kind:
+
+*spread*   an elementwise operation broadcasts q over the samples, or ``expand`` does: q is given one copy per sample, so that
+           autograd itself brings the gradient of every copy, d_n; then g_n = Jᵀ d_n with J = ∂f/∂p
+*linear*   q is the weight of a product with the samples: d_n = Σ_t b_nt a_ntᵀ, and ⟨g_n, v⟩ = ⟨d_n, J v⟩
+
+Any other meeting raises :class:`UnreadableError`, and the module goes through the fallback.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inrun.errors import CoverageError
+from inrun.layers.layout import by_sample, sum_positions
+from inrun.layers.linear import LinearOwner
+from inrun.layers.registry import LayerRule
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.sketch import SketchPlan
+from inrun.torch_private import attention_body
+
+T = torch.Tensor
+#: Operations that broadcast; q may be given one copy per sample in each.
+ELEMENTWISE = {
+    *(T.add, T.sub, T.mul, T.div, T.__add__, T.__radd__, T.__sub__, T.__rsub__, T.__mul__, T.__rmul__, T.__truediv__),
+    *(
+        T.__rtruediv__,
+        T.__iadd__,
+        T.__imul__,
+        T.add_,
+        T.mul_,
+        T.sub_,
+        T.div_,
+        T.true_divide,
+        T.pow,
+        T.__pow__,
+        T.maximum,
+        T.minimum,
+    ),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.pow, torch.maximum, torch.minimum, torch.where),
+    *(torch.addcmul, torch.lerp, T.where, T.lerp, T.addcmul, T.__rpow__, torch.multiply, torch.subtract),
+}
+LINEAR = {F.linear}
+PRODUCTS = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm}
+#: Operations that may give a tensor its rows.
+REPEATING = {T.expand, T.repeat, T.expand_as, torch.broadcast_to, T.broadcast_to, torch.tile, T.tile, T.repeat_interleave}
+#: Linear maps of one tensor, whose derivative is the map itself.
+VIEWS = {
+    *(T.__getitem__, T.view, T.reshape, T.transpose, T.permute, T.chunk, T.split, T.unsqueeze, T.squeeze, T.flatten, T.t),
+    *(T.expand, T.repeat, T.narrow, T.select, T.unflatten, T.contiguous, T.clone, T.neg, T.__neg__, T.unbind, T.movedim),
+    *(torch.transpose, torch.permute, torch.chunk, torch.split, torch.unsqueeze, torch.squeeze, torch.flatten, torch.reshape),
+    *(T.T.__get__, T.mT.__get__),  # type: ignore[attr-defined]
+}
+
+
+#: Operations whose results have no gradient.
+CUT = {T.detach, T.data.__get__, T.grad.__get__}  # type: ignore[attr-defined, union-attr]
+#: Parts of the names of operations that draw random numbers, which would draw others when they run again.
+RANDOM = ("dropout", "bernoulli", "rrelu", "gumbel", "normal_", "uniform_")
+
+
+def _cannot_follow(func: Any, args: Any) -> bool:
+    """Whether an operation draws random numbers, or writes into a tensor that is not tracked."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    writes |= name.endswith("_") and not name.endswith("__")
+    return any(part in name for part in RANDOM) or (writes and bool(args) and not isinstance(args[0], Tracked))
+
+
+class UnreadableError(CoverageError):
+    """A parameter meets the samples in an operation that no kind describes."""
+
+    def __init__(self, track: Track, operation: Any) -> None:
+        """Name the parameter and the operation."""
+        super().__init__(f"{track.name} meets the samples in {getattr(operation, '__name__', operation)}")
+        self.sites = [root.site for root in track.roots]
+
+
+@dataclass(frozen=True)
+class Root:
+    """A parameter that is read: whose it is, and its name there."""
+
+    site: Any
+    name: str
+
+
+@dataclass(frozen=True)
+class Track:
+    """A tensor that was computed from parameters alone."""
+
+    plain: Tensor
+    #: By parameter: the parameter, the tensor as its function (None for itself), and whether that is linear.
+    roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]]
+    reader: Reader
+
+    @property
+    def name(self) -> str:
+        """Return the names of the parameters."""
+        return ", ".join(root.name for root in self.roots)
+
+
+class Reader(Protocol):
+    """The engine, as tracked tensors see it."""
+
+    n: int
+
+    @property
+    def alive(self) -> bool:
+        """Whether the forward that it reads for is still being recorded or scored."""
+        ...
+
+    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
+        """Return the tensor with ``dims`` dimensions and ``size`` copies along ``dim``, one (or a block) per sample."""
+        ...
+
+    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+        """Return table[rows], with rows of its own for every sample."""
+        ...
+
+    def check(self, track: Track, operation: Any) -> None:
+        """Raise where operations run without gradient although it was on when the parameter was read."""
+        ...
+
+    def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
+        """Take note that other tensors of an operation, which look as if they had samples, are taken to have none."""
+        ...
+
+    def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
+        """Return x weightᵀ + bias (or x weight + bias where ``transposed``)."""
+        ...
+
+
+class Tracked(Tensor):
+    """A tensor that knows from which parameters it was computed."""
+
+    track: Track
+
+    @staticmethod
+    def of(track: Track) -> Tracked:
+        """Wrap; the tensor stays in the graph, so that what does not ask (autograd functions) trains all the same."""
+        made = track.plain.as_subclass(Tracked)
+        made.track = track
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute on the plain tensors, and keep track."""
+        return operate(func, args, kwargs or {})
+
+
+def _tracks(tree: Any) -> Iterator[Track]:
+    for x in tree:
+        if isinstance(x, Tracked):
+            yield x.track
+        elif isinstance(x, (list, tuple)):
+            yield from _tracks(x)
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    for x in tree:
+        if isinstance(x, Tensor):
+            if not isinstance(x, Tracked):
+                yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _plain_tensors(x)
+
+
+def _mapped(tree: Any, change: Callable[[Tracked], Any]) -> Any:
+    if isinstance(tree, Tracked):
+        return change(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(x, change) for x in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(x, change) for x in tree)
+    if isinstance(tree, dict):
+        return {k: _mapped(x, change) for k, x in tree.items()}
+    return tree
+
+
+def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation with tracked arguments."""
+    tracks = list(_tracks((*args, *kwargs.values())))
+    reader = tracks[0].reader
+    if func is F.multi_head_attention_forward:
+        return attention_body()(*args, **kwargs)
+    if not reader.alive:  # a tensor that was left on a module by a forward that is over
+        return func(*_mapped(args, lambda x: x.track.plain), **_mapped(kwargs, lambda x: x.track.plain))
+    reader.check(tracks[0], func)
+    n = reader.n
+    met = [x for x in _plain_tensors((*args, *kwargs.values())) if sample_dim(x.shape, n) is not None]
+    if met and func in LINEAR:
+        return _linear(reader, func, args, kwargs)
+    if met and func in PRODUCTS and isinstance(args[1], Tracked) and args[1].dim() == 2 and not isinstance(args[0], Tracked):
+        return reader.linear(args[0], args[1].track, None, transposed=True)
+    if met and func is F.scaled_dot_product_attention and not any(isinstance(x, Tracked) for x in args):
+        return _elementwise(reader, func, args, kwargs, [args[0]])  # a mask is broadcast
+    index = _index(func, args, kwargs, n)
+    if index is not None:
+        return reader.look_up(index[0], index[1])
+    if met and func in ELEMENTWISE:
+        return _elementwise(reader, func, args, kwargs, met)
+    if _cannot_follow(func, args):
+        raise UnreadableError(tracks[0], func)
+    plain_args, plain_kwargs = _mapped(args, lambda x: x.track.plain), _mapped(kwargs, lambda x: x.track.plain)
+    out = func(*plain_args, **plain_kwargs)
+    if _has_tensor(out):
+        # What has gradient and is no parameter was made of samples, whatever its shape; what has none must not move with them.
+        others = list(_plain_tensors((*args, *kwargs.values())))
+        if any(x.requires_grad and not isinstance(x, torch.nn.Parameter) for x in others):
+            raise UnreadableError(tracks[0], func)
+        reader.constant(tracks[0], func, others)
+    if func in REPEATING and len(tracks) == 1 and isinstance(out, Tensor):
+        dim = _grown_dim(tracks[0].plain.shape, out.shape, n)
+        if dim is not None:
+            copies = reader.spread(tracks[0], dim, n, out.dim())
+            rest = [1 if i == dim else size // copies.shape[i] for i, size in enumerate(out.shape)]
+            return copies.repeat(rest) if func in (T.repeat, torch.tile, T.tile, T.repeat_interleave) else copies.expand(out.shape)
+    return _derived(func, args, kwargs, out, tracks, reader)
+
+
+def _has_tensor(out: Any) -> bool:
+    return isinstance(out, Tensor) or (isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out))
+
+
+def _derived(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader) -> Any:
+    """Track what was computed from tracked tensors alone."""
+    if isinstance(out, (tuple, list)):
+        made = [_one(func, args, kwargs, x, tracks, reader, place) for place, x in enumerate(out)]
+        return type(out)(*made) if hasattr(out, "_fields") else type(out)(made)
+    return _one(func, args, kwargs, out, tracks, reader, None)
+
+
+def _one(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader, place: int | None) -> Any:
+    cut = torch.is_grad_enabled() and isinstance(out, Tensor) and not out.requires_grad
+    if not isinstance(out, Tensor) or not out.is_floating_point() or cut or func in CUT:
+        return out
+    roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]] = {}
+    for root, (parameter, _, _) in {k: v for t in tracks for k, v in t.roots.items()}.items():
+
+        def run(p: Tensor, root: Root = root) -> Tensor:
+            def value(x: Tracked) -> Tensor:
+                if root not in x.track.roots:
+                    return x.track.plain.detach()
+                function = x.track.roots[root][1]
+                return p if function is None else function(p)
+
+            made = func(*_mapped(args, value), **_mapped(kwargs, value))
+            found: Tensor = made if place is None else made[place]
+            return found
+
+        linear = func in VIEWS and len(tracks) == 1 and tracks[0].roots[root][2]
+        roots[root] = (parameter, run, linear)
+    return Tracked.of(Track(out, roots, reader))
+
+
+def sample_dim(shape: torch.Size, n: int) -> int | None:
+    """Return which dimension could be the samples': the first, the second, or the first in blocks; None for none."""
+    if len(shape) == 0:
+        return None
+    if shape[0] == n:
+        return 0
+    if len(shape) > 1 and shape[1] == n:
+        return 1
+    return 0 if shape[0] > n and shape[0] % n == 0 else None
+
+
+def _grown_dim(before: torch.Size, after: torch.Size, n: int) -> int | None:
+    """Return the dimension along which a tensor got one copy per sample."""
+    extra = len(after) - len(before)
+    for dim in (0, 1):
+        if dim < len(after) and after[dim] == n and (dim < extra or before[dim - extra] == 1):
+            return dim
+    return None
+
+
+def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor] | None:
+    """Return table and rows of a look-up that gives every sample rows of its own, None for any other operation."""
+    if func is T.__getitem__:
+        table, rows = args
+    elif func is F.embedding and len(args) == 2 and all(x is None or x is False for x in kwargs.values()):
+        rows, table = args
+    else:
+        return None
+    fits = isinstance(rows, Tensor) and not isinstance(rows, Tracked) and rows.dtype == torch.int64 and rows.dim() > 1
+    return (table.track, rows) if fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n else None
+
+
+def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], met: list[Tensor]) -> Any:
+    """Give every tracked argument one copy per sample."""
+    dims = max(x.dim() for x in met)
+    widest = next(x for x in met if x.dim() == dims)
+    dim = sample_dim(widest.shape, reader.n)
+    assert dim is not None
+
+    def copies(x: Tracked) -> Tensor:
+        shape = x.track.plain.shape
+        place = dim - (dims - len(shape))
+        if len(shape) > dims or (place >= 0 and shape[place] != 1):
+            raise UnreadableError(x.track, func)
+        return reader.spread(x.track, dim, widest.shape[dim], dims)
+
+    return func(*_mapped(args, copies), **_mapped(kwargs, copies))
+
+
+def _linear(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(x, Tracked) or not isinstance(weight, Tracked) or weight.dim() != 2:
+        raise UnreadableError(next(_tracks((x, weight, bias))), func)
+    return reader.linear(x, weight.track, bias.track if isinstance(bias, Tracked) else bias, transposed=False)
+
+
+# What the gradients are, seen from the parameter
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way from a parameter p to q = f(p), for gradients at q and directions at p."""
+
+    parameter: Tensor
+    function: Callable[[Tensor], Tensor] | None
+    linear: bool
+
+    def push(self, v: Tensor) -> Tensor:
+        """Return J v for directions ``[k, *shape of p]``."""
+        function = self.function
+        if function is None:
+            return v
+        if self.linear:
+            return torch.stack([function(d) for d in v])
+        p = self.parameter.detach().to(v.dtype)
+        try:
+            return torch.stack([torch.func.jvp(function, (p,), (d,))[1] for d in v])
+        except NotImplementedError:
+            # No forward-mode derivative: u ↦ Jᵀu is linear, and its own transpose is J.
+            out, back = torch.func.vjp(function, p)[:2]
+            onward = torch.func.vjp(lambda u: back(u)[0], torch.zeros_like(out))[1]
+            return torch.stack([onward(d)[0] for d in v])
+
+    def pull(self, d: Tensor) -> Tensor:
+        """Return Jᵀ d_n for gradients ``[n, *shape of q]``."""
+        if self.function is None:
+            return d
+        back = torch.func.vjp(self.function, self.parameter.detach().to(d.dtype))[1]
+        with warnings.catch_warnings():
+            # Which kernel lacks a batching rule does not help anybody.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            found: Tensor = torch.func.vmap(back)(d)[0]
+        return found
+
+
+class Through(GradientShape):
+    """Gradients of a parameter that are known at a function of it. Totals are those at the function."""
+
+    def __init__(self, inner: GradientShape, way: Way) -> None:
+        """Hold the gradients at q, and the way to it."""
+        self.inner, self.way = inner, way
+
+    def contract(self, v: Tensor) -> Tensor:
+        """Push the direction."""
+        return self.inner.contract(self.way.push(v))
+
+    def total(self) -> Tensor:
+        """Return the gradient at q."""
+        return self.inner.total()
+
+    def total_and_contract(self, v: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
+        """Push the direction."""
+        return self.inner.total_and_contract(self.way.push(v), False)
+
+    def form(self) -> Tensor:
+        """Pull the gradients."""
+        return self.way.pull(self.inner.form())
+
+    def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
+        """Sketch the gradients at the parameter."""
+        return Formed(self.form()).sketch(signs, weights, plan)
+
+    def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
+        """Keep them formed at the parameter; their total is still the one at q."""
+        assert kind is Formed
+        return FormedThrough(self.form(), self.inner)
+
+
+class FormedThrough(Formed):
+    """Formed gradients of a parameter whose total is wanted elsewhere."""
+
+    def __init__(self, g: Tensor, inner: GradientShape) -> None:
+        """Hold the gradients at p, and those at q."""
+        super().__init__(g)
+        self.inner = inner
+
+    def total(self) -> Tensor:
+        """Return the gradient at q."""
+        return self.inner.total()
+
+
+class ReadRule(LayerRule):
+    """Parameters that are read: every use is scored where it meets the samples."""
+
+    label = "read"
+    reads = True
+    turns = True
+
+
+class SpreadRule(LayerRule):
+    """One copy per sample; ``constants`` are the ways by name."""
+
+    label = "read"
+
+    def gradients(
+        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """The gradients of the copies."""
+        b = b.to(torch.promote_types(b.dtype, torch.float32))
+        return {name: Formed(constants[name].pull(b)) for name in names}
+
+
+class LookUpRule(LayerRule):
+    """Rows of a table that was read; ``constants`` are the ways by name, and the number of rows."""
+
+    label = "read"
+
+    def gradients(
+        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """Σ_t b_nt at the rows."""
+        ways, rows = constants
+        formed = LookUp(
+            inputs[0].reshape(n, -1), by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1), rows, None
+        ).form()
+        return {name: Formed(ways[name].pull(formed)) for name in names}
+
+
+class LinearReadRule(LayerRule):
+    """A product with a weight that was read; ``constants`` are (transposed, the ways of weight and bias)."""
+
+    label = "read"
+
+    class _Owner(LinearOwner):
+        """A linear layer, as it is."""
+
+        def run(self, constants: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+            """Multiply."""
+            return super().run(constants[0], x, weight, bias)
+
+        def input_gradient(self, constants: Any, saved: tuple[Tensor, ...], weight: Tensor, b: Tensor) -> Tensor:
+            """Multiply back."""
+            return super().input_gradient(constants[0], saved, weight, b)
+
+    owner = _Owner()
+
+    def gradients(
+        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
+    ) -> dict[str, GradientShape]:
+        """Σ_t b_nt a_ntᵀ at the weight, Σ_t b_nt at the bias."""
+        transposed, ways = constants
+        a, b = by_sample(inputs[0], n, 1), by_sample(b, n, 1)
+        found: dict[str, GradientShape] = {}
+        for name in names:
+            kind, way = ways.get(name, (name, None))
+            inner: GradientShape = (Outer(a, b) if transposed else Outer(b, a)) if kind == "weight" else Formed(sum_positions(b))
+            found[name] = inner if way is None or way.function is None else Through(inner, way)
+        return found

@@ -1,0 +1,98 @@
+"""The seam for parameters that are read: as ``seam.py``, tensors in, gradients out, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.layers.seam import Call, SecondOrder, gradients_for_probes, unrounded
+
+
+class Spread(torch.autograd.Function):
+    """Give a tensor without samples one copy per sample, so that its gradient arrives sample by sample.
+
+    The backward sums over the copies, which is what broadcasting would have done.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, buffers: dict[str, Tensor], past: Tensor, q: Tensor, place: tuple[int, int, int], *asked: Tensor
+    ) -> Tensor:
+        """Expand ``q`` to ``place``: dimension of the samples, its size, and how many dimensions there are."""
+        dim, size, dims = place
+        directions = call.given(asked)
+        ctx.call, ctx.buffers, ctx.place, ctx.shape, ctx.count = call, buffers, place, q.shape, len(directions)
+        ctx.save_for_backward(past, *directions)
+        return expanded(q, dim, size, dims)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Pass the sum on, and return what was asked for."""
+        (b,), call = grads, ctx.call
+        past, *directions = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            b = SecondOrder.apply(b, past)
+        buffers, ctx.buffers = ctx.buffers, {}
+        with torch.no_grad(), unrounded(b):
+            each = b.detach().movedim(ctx.place[0], 0)
+            copies = each if len(each) == call.n else each.reshape(call.n, -1, *each.shape[1:]).sum(1)
+            shapes = call.rule.gradients(call.constants, (), copies.reshape(call.n, *ctx.shape), call.n, call.asked_names)
+            leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=False)[1]
+        return (None, None, None, b.sum(ctx.place[0]).reshape(ctx.shape), None, *([None] * ctx.count), *leaving)
+
+
+def expanded(q: Tensor, dim: int, size: int, dims: int) -> Tensor:
+    """Return ``q`` with ``dims`` dimensions, of which ``dim`` has ``size`` copies."""
+    shape = [1] * (dims - q.dim()) + list(q.shape)
+    return q.reshape(shape).expand(*(size if i == dim else -1 for i in range(dims)))
+
+
+class Multiplied(torch.autograd.Function):
+    """A product with a weight that was read; its gradient and the contractions come from the same products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        buffers: dict[str, Tensor],
+        past: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *asked: Tensor,
+    ) -> Tensor:
+        """Multiply; ``asked`` are the directions, then the probes."""
+        assert call.rule.owner is not None
+        out, saved = call.rule.owner.run(call.constants, x, weight, bias)
+        directions = call.given(asked)
+        ctx.call, ctx.buffers, ctx.count = call, buffers, len(directions)
+        ctx.save_for_backward(past, weight, *directions, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the usual gradients, and what was asked for."""
+        call, needs = ctx.call, ctx.needs_input_grad
+        past, weight, *rest = ctx.saved_tensors
+        directions, saved = rest[: ctx.count], tuple(rest[ctx.count :])
+        b, twice = grads[0].contiguous(), torch.is_grad_enabled()
+        if twice:
+            b = SecondOrder.apply(b, past)
+        grad_x = call.rule.owner.input_gradient(call.constants, saved, weight, b) if needs[3] else None
+        buffers, ctx.buffers = ctx.buffers, {}
+        wanted = [kind for kind, need in (("weight", needs[4]), ("bias", needs[5])) if need]
+        found: dict[str, Tensor] = {}
+        if twice:
+            found = {k: s.total() for k, s in call.gradients(saved, b, [], tuple(wanted)).items()}
+        with torch.no_grad(), unrounded(b):
+            shapes = call.gradients(saved, b.detach(), [], call.asked_names)
+            once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
+            kinds = {name: kind for name, (kind, _) in call.constants[1].items()}
+            if not twice:
+                found = {kinds[name]: total for name, total in once.items()}
+                missing = tuple(kind for kind in wanted if kind not in found)
+                found |= {k: s.total() for k, s in call.gradients(saved, b.detach(), [], missing).items()}
+        own = [found[kind].to(weight.dtype) if kind in wanted else None for kind in ("weight", "bias")]
+        return (None, None, None, grad_x, *own, *([None] * ctx.count), *leaving)
