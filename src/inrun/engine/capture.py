@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from inrun.engine.checks.documents import DocumentCheck
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
+from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes
 from inrun.engine.reads import RecordingReader, ScoringReader, track
@@ -56,6 +57,8 @@ class Capture:
             for site in sites:
                 if site.rule.reads:
                     site.fall_back()  # where parameters meet the samples must be seen
+        #: Modules that were seen to run more than once in a forward.
+        self.repeated: set[Site] = set()
         self._paused = False
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
@@ -120,6 +123,8 @@ class Capture:
         finally:
             self._depth -= 1
         if self._depth == 0:
+            if isinstance(micro, MergedMicrobatch):
+                micro.note_output(out)
             self.rows.after_forward((args, kwargs), micro.rows)
             if micro.documents is not None:
                 self.documents.after_forward((args, kwargs), micro.documents)
@@ -149,6 +154,7 @@ class Capture:
                 return self.model(*args, **kwargs)
         finally:
             recorder.close()
+            self.repeated |= recorder.repeated()
             self._recorder = before
 
     # One call
@@ -204,6 +210,8 @@ class Capture:
         layout = self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
         turn = layout if layout in TURNED else ""
         constants = rule.constants(module)
+        if isinstance(micro, MergedMicrobatch):
+            return micro.score(site, constants, inputs, layout, original, args, kwargs)
         packing = None
         if micro.documents is not None:
             packing = micro.documents.packing

@@ -3,6 +3,7 @@
 from inrun.layers import bilinear, channels, convolution, embedding, linear, norm, recurrent  # noqa: F401 - importing registers the rules
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
+from inrun.layers.merged import Merged, MergedAsk, MergedCall
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
 from inrun.layers.reads import ReadRule
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
@@ -19,6 +20,9 @@ __all__ = [
     "LayerRule",
     "Layout",
     "LookUp",
+    "Merged",
+    "MergedAsk",
+    "MergedCall",
     "Outer",
     "Output",
     "Owned",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inrun.errors import StepError
-from inrun.layers.layout import SCRATCH_BYTES
+from inrun.layers.layout import SCRATCH_BYTES, turned
 from inrun.layers.registry import LayerRule
 from inrun.layers.seam import unrounded
 from inrun.layers.shapes import GradientShape, Outer
@@ -55,6 +55,14 @@ class MergedCall:
     #: As in ``seam.Call``: the output has no batch and is given one copy per row.
     expands: bool = False
     batch_of_one: bool = False
+    turn: str = ""
+
+    def gradients(self, inputs: tuple[Tensor, ...], b: Tensor) -> dict[str, GradientShape]:
+        """Map inputs and output gradient of all rows to the shapes of their gradients."""
+        rows = self.n + self.m
+        if self.turn:
+            inputs, b = tuple(turned(x, rows, self.turn) for x in inputs), turned(b, rows, self.turn)
+        return self.rule.gradients(self.constants, inputs, b, rows, tuple(ask.name for ask in self.asks))
 
     def validation_gradient(self, rows: GradientShape) -> Tensor:
         """Return V ``[k, *shape]``, in single precision at least."""
@@ -113,13 +121,13 @@ class Merged(torch.autograd.Function):
                 "backward(create_graph=True) in a merged step: gradients of gradients are not told apart into training and "
                 "validation rows. Give the Accountant validation= and open steps without merged=."
             )
-        inputs, gains = ctx.saved_tensors[: ctx.inputs], iter(ctx.saved_tensors[ctx.inputs :])
+        saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        inputs, gains = saved[: ctx.inputs], iter(saved[ctx.inputs :])
         buffers, ctx.buffers = ctx.buffers, {}
         own: list[Tensor] = []
         leaving: list[Tensor] = []
         with torch.no_grad(), unrounded(b):
-            names = tuple(ask.name for ask in call.asks)
-            shapes = call.rule.gradients(call.constants, inputs, b.detach(), call.n + call.m, names)
+            shapes = call.gradients(tuple(inputs), b.detach())
             for ask, dtype in zip(call.asks, ctx.dtypes, strict=True):
                 gain = next(gains) if ask.has_gain else None
                 total, probes = _answer(call, ask, shapes[ask.name], gain, buffers.get(ask.name))
