@@ -125,8 +125,8 @@ class Setup:
         dropping = [n for n, m in self.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training]
         if self.merges and dropping:
             log.warning(
-                "inrun: dropout in training mode (%s) also drops in the validation rows of merged steps, and draws other numbers than "
-                "without them; give validation= for losses without dropout",
+                "inrun: dropout in training mode (%s) also drops in the validation rows of merged steps, and draws other numbers "
+                "than without them; give validation= for losses without dropout",
                 ", ".join(dropping[:3]),
             )
         slow = [site.title for site in self.sites if site.rule.replays]
