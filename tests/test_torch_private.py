@@ -97,6 +97,62 @@ def test_compiled_modules_are_known() -> None:
     assert torch_private.is_compiled(module)
 
 
+def test_the_module_inside_a_compiled_one_is_found() -> None:
+    """Breaks: modules of a compiled model would be observed under other names, and its class could not be changed."""
+    module = nn.Linear(2, 2)
+    assert torch_private.uncompiled(torch.compile(module)) is module
+    assert torch_private.uncompiled(module) is module
+
+
+def test_code_that_runs_for_a_compiler_knows_it() -> None:
+    """Breaks: a model that is compiled after the accountant was made would run without probes, and the step would fail."""
+    seen = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(callable(torch_private.compiler_here()))
+        return x
+
+    outside = torch.compiler.disable(note, recursive=False)
+    torch.compile(lambda x: outside(x + 1), backend="eager")(torch.ones(2))
+    outside(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_sizes_that_may_change_do_not_compile_again() -> None:
+    """Breaks: every new number of samples would compile the model again."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=count)
+    for n in (3, 4, 5):
+        x = torch.ones(n, 2)
+        torch_private.may_change_size(x, (0,))
+        double(x)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_the_same_memory_may_be_written_to_as_if_it_were_no_view() -> None:
+    """Breaks: an in-place activation behind an observed layer would fail in compiled code."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch_private.unsafe_view(x)
+
+        @staticmethod
+        def backward(ctx, b):
+            return b
+
+    x = torch.ones(2, requires_grad=True)
+    Same.apply(x * 2).relu_().sum().backward()
+    assert x.grad is not None
+
+
 def test_no_wrapper_runs_here() -> None:
     """Breaks: gradients that are averaged after they were scored would be scored (tests/engine/test_wrappers.py sees one run)."""
     assert torch_private.active_ddp_module() is None

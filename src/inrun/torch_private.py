@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,16 +23,24 @@ __all__ = [
     "active_ddp_module",
     "attention_body",
     "buffers_written_silently",
+    "compiler_here",
     "current_backward",
     "flatten_tree",
     "foreign_gradient_hooks",
     "is_compiled",
     "keep_version_counters",
+    "may_change_size",
     "move_last",
     "unflatten_tree",
+    "uncompiled",
+    "unsafe_view",
     "version_of",
     "without_attention_fast_path",
 ]
+
+#: Returns what compiles the functions that are called from here, None or False if nothing does. Itself a builtin: a function of
+#: ours around it would be compiled in its turn.
+compiler_here: Callable[[], Any] = getattr(eval_frame, "get_eval_frame_callback", lambda: None)
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
@@ -109,6 +118,22 @@ def without_attention_fast_path() -> Iterator[None]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, by ``torch.compile(module)`` or by ``module.compile()``."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if module.__dict__.get("_compiled_call_impl") is not None:
         return True
     return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside what ``torch.compile(module)`` returned; other modules as they are."""
+    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+
+
+def may_change_size(x: Tensor, dimensions: Iterable[int]) -> None:
+    """Let compiled code take the sizes of these dimensions as numbers that may change, unless it must not."""
+    for dimension in dimensions:
+        torch._dynamo.maybe_mark_dynamic(x, dimension)
+
+
+def unsafe_view(x: Tensor) -> Tensor:
+    """Return another tensor object for the same memory, which autograd does not take for a view: it may be written to."""
+    return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]

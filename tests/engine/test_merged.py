@@ -387,3 +387,15 @@ def test_autocast_agrees_with_single_precision() -> None:
     expected, _, _ = train(Problem(Full, problem.draw, problem.losses), "sgd", "sgd", "added", steps=1)
     got, _, _ = train(Problem(Rounded, problem.draw, problem.losses), "sgd", "sgd", "added", steps=1)
     assert relative_error(got, expected) < 2e-2
+
+
+def test_compiled_models_are_refused() -> None:
+    model = perceptron().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    with (
+        inrun.Accountant(compiled, opt) as accountant,
+        pytest.raises(StepError, match="not compiled"),
+        accountant.step(range(N), merged=M),
+    ):
+        compiled(torch.cat([points(N, 0), points(M, 99)]))

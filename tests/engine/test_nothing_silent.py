@@ -214,15 +214,20 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_reentrant_checkpointing_in_the_validation_pass_is_refused(needs_gradient: bool) -> None:
-    model, x = Checkpointed(True).double(), floats(N, D)
-    optimizer = sgd(model)
-    xv = floats(2, D, seed=1).requires_grad_(needs_gradient)
-    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m, xv), credit="step")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValidationError, match="reentrant"), accountant.step(range(N)):
-            loss_of(model, x.requires_grad_()).backward()
+def test_reentrant_checkpointing_in_the_validation_pass_is_mended(needs_gradient: bool) -> None:
+    """Its backward cannot be asked for gradients, and has none where no input requires any: it is the other kind for this pass."""
+    found = []
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        model, x = Checkpointed(reentrant).double(), floats(N, D).requires_grad_()
+        optimizer = sgd(model)
+        xv = floats(2, D, seed=1).requires_grad_(needs_gradient)
+        accountant = inrun.Accountant(model, optimizer, lambda m, xv=xv: loss_of(m, xv), credit="step")
+        with accountant.step(range(N)):
+            loss_of(model, x).backward()
+            optimizer.step()
+        found.append(accountant.last.contributions["validation"])
+    assert relative_error(*found) < 1e-12
 
 
 @pytest.mark.parametrize("method", ["first", "midpoint"])
@@ -447,17 +452,9 @@ def build_accountant(model: nn.Module, optimizer: Any = None) -> inrun.Accountan
     return inrun.Accountant(model, optimizer or sgd(model), lambda m: loss_of(m, floats(1, D)), credit="step")
 
 
-def compiled_child() -> nn.Module:
-    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
-    model[1].compile()
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: torch.compile(nn.Linear(D, D)), "compiled.*before torch.compile"),
-        (compiled_child, "^1 is compiled"),
         (lambda: nn.DataParallel(nn.Linear(D, D)), "DataParallel.*model.module"),
         (lambda: nn.Linear(D, D, device="meta"), "weight is on the meta device.*weights are loaded"),
         (lambda: nn.Linear(D, D, dtype=torch.complex64), "weight is complex.*view_as_real"),

@@ -17,4 +17,4 @@ def test_texts_of_earlier_ledgers() -> None:
     assert Skip.parse("gradient is not finite and the optimizer did not step") is Skip.NO_STEP
     assert Skip.parse("gradient or contributions are not finite") is Skip.CONTRIBUTIONS
     assert Skip.parse("gradient is not finite") is Skip.parse("") is None
-    assert [reason for reason in Skip if not reason.stepped] == [Skip.NO_STEP]
+    assert [reason for reason in Skip if not reason.stepped] == [Skip.NO_STEP, Skip.DROPPED]

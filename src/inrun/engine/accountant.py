@@ -27,6 +27,7 @@ from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
 from inrun.ledger.record import SettledCredits
+from inrun.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from inrun.fidelity import FidelityReport
@@ -120,7 +121,7 @@ class Accountant:
         if audit_every is not None:
             check_count("audit_every", audit_every, 0)
         _check_ledger(ledger)
-        if isinstance(model, nn.Module) and model in _attached:
+        if isinstance(model, nn.Module) and uncompiled(model) in _attached:
             raise ConfigurationError("this model already has an accountant; close() it before making another")
         self._setup = make_setup(
             model,
@@ -145,6 +146,7 @@ class Accountant:
         #: Where contributions go.
         self.ledger: LedgerWriter = self._begin_books(ledger, about or {})
         parameters = [s.parameter for s in self._setup.scored]
+        model = self._setup.model
         self._attachment = Attachment(model, self._setup.sites, parameters, self._run)
         self._attachment.attach_optimizers(self._setup.optimizers)
         # An accountant that is forgotten lets go of the model by itself.

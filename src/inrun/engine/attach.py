@@ -8,6 +8,7 @@ model is never kept alive by an accountant that was forgotten, and copies of the
 from __future__ import annotations
 
 import copyreg
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,12 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.plan import Board, Desk
 from inrun.engine.sites import Site
-from inrun.torch_private import move_last
+from inrun.torch_private import compiler_here, move_last
 
 SLOT = "_inrun_slot"
 READS = "_inrun_reads"
 PLAIN = "_inrun_plain"
+#: What Dynamo says, under fullgraph=True, of a module that must leave compiled code.
+NO_RULE = (
+    "inrun has no rule for this module, records its calls and runs it again, which cannot be compiled. Leave fullgraph out (the "
+    "rest stays compiled), freeze its parameters, or build it from layers that have a rule (see accountant.coverage)"
+)
 
 
 class Listener(Protocol):
@@ -31,6 +38,15 @@ class Listener(Protocol):
         """Return the model that is observed."""
         ...
 
+    @property
+    def called(self) -> nn.Module:
+        """Return what the user calls: the model, or what torch.compile made of it."""
+        ...
+
+    def desk(self, site: Site) -> Desk:
+        """Return what compiled code finds at an observed module."""
+        ...
+
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""
         ...
@@ -39,8 +55,12 @@ class Listener(Protocol):
         """Hand out a parameter that a forward reads."""
         ...
 
-    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of the model itself."""
+    def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
+        """A call of the model itself begins, inside compiled code or not; return whether it is observed."""
+        ...
+
+    def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> None:
+        """An observed call of the model ends."""
         ...
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
@@ -59,27 +79,30 @@ class Listener(Protocol):
 class Slot:
     """What an observed module holds: who it is, and a weak way to the engine."""
 
-    def __init__(self, site: weakref.ref[Site] | None, listener: weakref.ref[Any]) -> None:
+    def __init__(self, site: weakref.ref[Site] | None, listener: weakref.ref[Any], desk: Desk) -> None:
         """Refer to the engine weakly; ``site`` is None for a model that has no parameters of its own."""
-        self._site, self._listener = site, listener
+        self._site, self._listener, self.desk = site, listener, desk
+        found = None if site is None else site()
+        #: Whether its calls must leave compiled code.
+        self.uncompiled = found is not None and not found.rule.compiles
 
     def route(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hand a call to the engine; run it plainly if there is none any more, and while it is being compiled.
+        """Hand a call to the engine; run it plainly if there is none any more.
 
         A copy of a module that took its attributes over, slot and all, is not the module that is observed.
         """
         listener = self._listener()
         site = None if listener is None or self._site is None else self._site()
-        if listener is None or site is None or site.module is not module or torch.compiler.is_compiling():
+        if listener is None or site is None or site.module is not module:
             return original(*args, **kwargs)
         return listener.route(site, original, args, kwargs)
 
-    def run_model(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same for a call of the model itself."""
-        listener = self._listener()
-        if listener is None or listener.model is not module or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        return listener.run_model(original, args, kwargs)
+    def begin_model(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Listener | None:
+        """Tell the engine that a call of the model itself begins; return whom to tell that it ends, if anyone."""
+        listener: Listener | None = self._listener()
+        if listener is None or (module is not listener.model and module is not listener.called):
+            return None
+        return listener if listener.begin_model(args, kwargs, compiled) else None
 
 
 class ReadSlot:
@@ -127,7 +150,13 @@ class ObservedForward(Observed):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
         slot, original = _slot_of(self), super().forward  # type: ignore[misc]
-        return original(*args, **kwargs) if slot is None else slot.route(self, original, args, kwargs)
+        if slot is None:
+            return original(*args, **kwargs)
+        if torch.compiler.is_compiling():  # all that compiled code sees of the engine is a desk
+            if slot.uncompiled and slot.desk.board.observing and torch.is_grad_enabled():
+                return _route_uncompiled(slot, self, original, args, kwargs)
+            return original(*args, **kwargs) if slot.uncompiled else slot.desk.run(self, original, args, kwargs)
+        return slot.route(self, original, args, kwargs)
 
 
 class ObservedCall(Observed):
@@ -136,7 +165,16 @@ class ObservedCall(Observed):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
         slot, original = _slot_of(self), super().__call__  # type: ignore[misc]
-        return original(*args, **kwargs) if slot is None else slot.route(self, original, args, kwargs)
+        if slot is None or (torch.compiler.is_compiling() and not (slot.desk.board.observing and torch.is_grad_enabled())):
+            return original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _route_uncompiled(slot, self, original, args, kwargs)
+        return slot.route(self, original, args, kwargs)
+
+
+def _route_uncompiled(slot: Slot, module: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave compiled code for a module without a rule: its call is recorded, to be run again."""
+    return torch.compiler.disable(slot.route, reason=NO_RULE)(module, original, args, kwargs)
 
 
 class ObservedReads(Observed):
@@ -154,18 +192,53 @@ class ObservedModel(Observed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the slot."""
-        slot, original = _slot_of(self), super().__call__  # type: ignore[misc]
-        return original(*args, **kwargs) if slot is None else slot.run_model(self, original, args, kwargs)
+        if not isinstance(self, ObservedModel):  # compiled code remembers this method when the accountant is long gone
+            return type(self).__call__(self, *args, **kwargs)
+        slot = self.__dict__.get(SLOT)
+        listener = None if slot is None else _outside()["begin"](slot, self, args, kwargs, callable(compiler_here()))
+        if listener is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        failed = True
+        try:
+            out = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            failed = False
+        finally:
+            _outside()["end"](listener, args, kwargs, failed)
+        return out
+
+
+def _begin(slot: Slot, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Listener | None:
+    return slot.begin_model(module, args, kwargs, compiled)
+
+
+def _end(listener: Listener, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> None:
+    listener.end_model(args, kwargs, failed)
+
+
+@functools.cache
+def _outside() -> dict[str, Any]:
+    """Return what runs before and after the model, as functions that are never compiled, nor is what they call."""
+    return {"begin": torch.compiler.disable(_begin), "end": torch.compiler.disable(_end)}
 
 
 _classes: dict[tuple[type, ...], type] = {}
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module another class; what torch.compile returns would hand an assignment on to the module inside it."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def observed_class(cls: type[nn.Module], kinds: tuple[type[Observed], ...]) -> type[nn.Module]:
     """Return the observed subclass of a module class, under its own name."""
     key = (cls, *kinds)
     if key not in _classes:
-        body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, PLAIN: cls}
+        # Of what belongs to modules of torch.nn itself, Dynamo takes every size to be fixed; those of probes are not.
+        home = __name__ if cls.__module__.startswith("torch.") else cls.__module__
+        body: dict[str, Any] = {"__module__": home, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, PLAIN: cls}
+        if ObservedModel in kinds:
+            # Not compiled itself, so that probes are made and rows verified before compiled code begins; what it calls is.
+            body["__call__"] = torch.compiler.disable(ObservedModel.__call__, recursive=False)
         _classes[key] = type(cls.__name__, (*kinds, cls), body)
     return _classes[key]
 
@@ -177,15 +250,17 @@ class Attachment:
         """Attach to modules and parameters."""
         self.listener = weakref.ref(listener)
         of_module = {site.module: site for site in sites}
-        modules = [model, *(site.module for site in sites if site.module is not model)]
-        #: Module, its site if it has one, and what is mixed into its class.
-        self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, tuple[type[Observed], ...]]] = []
+        doors = [model] if listener.called is model else [model, listener.called]
+        modules = [*doors, *(site.module for site in sites if site.module is not model)]
+        #: Module, its site and desk if it has one, and what is mixed into its class.
+        self._observed: list[tuple[nn.Module, weakref.ref[Site] | None, Desk, tuple[type[Observed], ...]]] = []
         for module in modules:
             site = of_module.get(module)
             whole = site is not None and (site.rule.replays or site.rule.reads)
             kinds: tuple[type[Observed], ...] = () if site is None else (ObservedCall if whole else ObservedForward,)
             reference = None if site is None else weakref.ref(site)
-            self._observed.append((module, reference, (ObservedModel, *kinds) if module is model else kinds))
+            desk = Desk(Board()) if site is None else listener.desk(site)
+            self._observed.append((module, reference, desk, (ObservedModel, *kinds) if module in doors else kinds))
         self._holders = [
             (module, weakref.ref(site), names) for site in sites if site.rule.reads for module, names in site.holders().items()
         ]
@@ -198,19 +273,19 @@ class Attachment:
         """Observe the model's modules (again)."""
         if self._swapped:
             return
-        for module, site, kinds in self._observed:
+        for module, site, desk, kinds in self._observed:
             self._swapped.append((module, type(module)))
-            object.__setattr__(module, SLOT, Slot(site, self.listener))
-            module.__class__ = observed_class(type(module), kinds)
+            object.__setattr__(module, SLOT, Slot(site, self.listener, desk))
+            _set_class(module, observed_class(type(module), kinds))
         for module, reading, names in self._holders:
             self._swapped.append((module, type(module)))
             object.__setattr__(module, READS, ReadSlot(module, reading, names, self.listener))
-            module.__class__ = observed_class(type(module), (ObservedReads,))
+            _set_class(module, observed_class(type(module), (ObservedReads,)))
 
     def detach_model(self) -> None:
         """Leave the model's modules as they were."""
         for module, cls in reversed(self._swapped):
-            module.__class__ = cls
+            _set_class(module, cls)
             module.__dict__.pop(SLOT, None)
             module.__dict__.pop(READS, None)
         self._swapped = []

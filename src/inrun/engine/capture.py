@@ -20,12 +20,13 @@ from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
 from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
-from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes
+from inrun.engine.plan import CallRecorder, Plan
+from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Call, Output, Owned, Tapped
-from inrun.layers.layout import TURNED
+from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
 
@@ -43,15 +44,17 @@ class Occasion:
 class Capture:
     """Decides what happens in a call of an observed module."""
 
-    def __init__(self, model: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
-        """``form`` is auto, shared or project."""
-        self.model, self.sites, self.form = model, sites, form
+    def __init__(self, model: nn.Module, called: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
+        """``called`` is the model, or what torch.compile made of it; ``form`` is auto, shared or project."""
+        self.model, self.called, self.sites, self.form = model, called, sites, form
         self.rows = RowCheck(sites, self._run_recorded, check_rows)
         self.documents = DocumentCheck(self._run_recorded, check_rows)
+        #: What compiled code finds on its modules.
+        self.plan = Plan(sites, form, self.rows)
         self._guard = BufferGuard(model)
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | CallRecorder | None = None
         self._reader: ScoringReader | None = None
         if not check_rows:
             for site in sites:
@@ -64,6 +67,8 @@ class Capture:
         self._depth = 0
         #: While not None: the modules that are called, and whether with gradient.
         self._noted: dict[Site, bool] | None = None
+        #: Whether parts of the model are compiled, so that the calls of a forward are prepared before it.
+        self._compiled = False
 
     # What a step says
 
@@ -71,10 +76,14 @@ class Capture:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
         self._reader = ScoringReader(micro, self.rows.layout, self.form)
+        thoroughly = occasion.audited or occasion.step < 4
+        self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
+        self.plan.board.observing = micro.n > 0
 
     def rest(self) -> None:
         """Let calls run plainly."""
         self._micro = self._reader = None
+        self.plan.clear()
 
     @property
     def has_microbatch(self) -> bool:
@@ -85,10 +94,14 @@ class Capture:
     def paused(self) -> Iterator[None]:
         """Let modules run unobserved for the time of the block."""
         before, self._paused = self._paused, True
+        board = self.plan.board
+        shown = board.on, board.observing
+        board.on = board.observing = False
         try:
             yield
         finally:
             self._paused = before
+            board.on, board.observing = shown
 
     @contextlib.contextmanager
     def noting_calls(self) -> Iterator[dict[Site, bool]]:
@@ -104,12 +117,14 @@ class Capture:
 
     @property
     def _observing(self) -> bool:
-        return self._micro is not None and self._recorder is None and not self._paused and torch.is_grad_enabled()
+        micro = self._micro
+        # A batch without rows trains nobody: it runs plainly, and its gradient must be 0 (``Step.gradient_arrived``).
+        return micro is not None and micro.n > 0 and self._recorder is None and not self._paused and torch.is_grad_enabled()
 
-    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Run a call of the model, with a look at its rows around it; tell whether an observed forward has ended."""
+    def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
+        """Look at the rows of a call of the model that is about to run, compiled or not; return whether it is observed."""
         if not self._observing:
-            return original(*args, **kwargs), False
+            return False
         micro = self._micro
         assert micro is not None
         if self._depth == 0:
@@ -117,18 +132,32 @@ class Capture:
             began = time.perf_counter()
             self._look_before((args, kwargs), micro)
             self._occasion.spend(time.perf_counter() - began)
+            if compiled or self._compiled:
+                if micro.documents is not None:
+                    raise StepError(
+                        "ids per position (packed documents) are scored in models that are not compiled; leave torch.compile out, "
+                        "or give one id per row"
+                    )
+                if isinstance(micro, MergedMicrobatch):
+                    raise StepError(
+                        "merged steps score models that are not compiled; leave torch.compile out, or give the Accountant "
+                        "validation= and open steps without merged="
+                    )
+                self.plan.prepare(micro, (args, kwargs), self.model.training, self._run_recorded)
         self._depth += 1
-        try:
-            out = original(*args, **kwargs)
-        finally:
-            self._depth -= 1
-        if self._depth == 0:
-            if isinstance(micro, MergedMicrobatch):
-                micro.note_output(out)
-            self.rows.after_forward((args, kwargs), micro.rows)
-            if micro.documents is not None:
-                self.documents.after_forward((args, kwargs), micro.documents)
-        return out, self._depth == 0
+        return True
+
+    def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> bool:
+        """Look at what an observed call has shown; tell whether the outermost one has ended."""
+        self._depth -= 1
+        if self._depth or failed:
+            return False
+        self.check_compiled()
+        if self._micro is not None:
+            self.rows.after_forward((args, kwargs), self._micro.rows)
+            if self._micro.documents is not None:
+                self.documents.after_forward((args, kwargs), self._micro.documents)
+        return True
 
     def _look_before(self, arguments: Arguments, micro: Microbatch) -> None:
         occasion, documents = self._occasion, micro.documents
@@ -139,8 +168,13 @@ class Capture:
         if documents is not None:
             self.documents.before_forward(arguments, documents, occasion.step, occasion.audited)
 
-    def _run_recorded(self, arguments: Arguments, recorder: Recorder) -> Any:
-        """Run the model without gradient or trace, from the random state as it stands."""
+    def check_compiled(self) -> None:
+        """Raise if compiled code called modules in a way that nobody has prepared."""
+        if self.plan.board.on or self.plan.board.unprepared:
+            self.plan.check()
+
+    def _run_recorded(self, arguments: Arguments, recorder: Recorder | CallRecorder) -> Any:
+        """Run the model without gradient or trace, from the random state as it stands, and without compiled code."""
         args, kwargs = arguments
         before, self._recorder = self._recorder, recorder
         try:
@@ -150,11 +184,13 @@ class Capture:
                 modes(self.model, None, batch_norm_eval=True),
                 self._guard.hold(),
                 without_attention_fast_path(),
+                no_reentry(),
             ):
-                return self.model(*args, **kwargs)
+                return run_eagerly(self.model, *args, **kwargs)
         finally:
             recorder.close()
-            self.repeated |= recorder.repeated()
+            if isinstance(recorder, Recorder):
+                self.repeated |= recorder.repeated()
             self._recorder = before
 
     # One call
@@ -179,6 +215,8 @@ class Capture:
                 "verified. Call the model itself (model(x), not model.forward(x)), give the Accountant the module whose forward "
                 "you call, or pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
+        if self.plan.board.on and site.rule.compiles:
+            return self.plan.desks[site].run(site.module, original, args, kwargs)
         if site.rule.replays:
             return self._score_by_replay(site, micro, original, args, kwargs)
         if site.rule.whole:
@@ -189,6 +227,8 @@ class Capture:
         """Hand out a parameter that a forward reads: tracked while that forward is recorded or scored."""
         micro = self._micro
         if micro is None or self._paused or not site.rule.reads or site.scored[name].parameter is not value:
+            return value
+        if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:
             return track(site, name, value, RecordingReader(self._recorder, micro.n))
@@ -216,10 +256,10 @@ class Capture:
         if micro.documents is not None:
             packing = micro.documents.packing
             self.documents.note(site, lead.shape, packing)
-            if layout != "free":
+            if layout not in SHARED:
                 micro.documents.check_call(site, lead.shape)
         owned = (
-            layout != "free"
+            layout not in SHARED
             and self.form != "project"
             and not torch.is_autocast_enabled(lead.device.type)
             and rule.owns(module, inputs, micro.groups, forced=self.form == "shared")
@@ -232,7 +272,7 @@ class Capture:
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
-        expands, one = layout == "free", layout == "free" and lead.shape[0] == 1
+        expands, one = layout in SHARED, layout == "free" and lead.shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(n, *x.shape[1 if one else 0 :]) for x in inputs)
         if micro.documents is not None:

@@ -27,8 +27,8 @@ def check_ids(ids: Any) -> Tensor:
                 f"sample ids must be integers that fit 64 bits; got {type(ids).__name__} ({error}). "
                 "Map string ids to integers first (inrun.with_ids gives every item of a dataset one)."
             ) from error
-        if tensor.numel() == 0:
-            raise IdsError("sample ids are empty; a batch needs at least one row")
+        if tensor.numel() == 0 and tensor.dim() == 1:
+            return torch.zeros(0, dtype=torch.int64)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise IdsError(f"sample ids must be integers; got dtype {tensor.dtype}")
     if tensor.dim() not in (1, 2):
@@ -36,8 +36,8 @@ def check_ids(ids: Any) -> Tensor:
             "sample ids must be one per batch row, shape [n], or one per position of packed documents, shape [n, t]; got shape "
             f"{tuple(tensor.shape)}"
         )
-    if tensor.numel() == 0:
-        raise IdsError("sample ids are empty; a batch needs at least one row")
+    if tensor.numel() == 0 and tensor.dim() == 2:
+        raise IdsError(f"ids per position are empty, shape {tuple(tensor.shape)}; for a batch without rows give no ids, shape [0]")
     host = tensor.to("cpu", copy=True)
     if host.dtype == torch.uint64 and bool((host.view(torch.int64) < 0).any()):
         raise IdsError(

@@ -100,6 +100,7 @@ class MergedMicrobatch(Microbatch):
         #: The gradient of the loss at its validation part: what a loss scaler multiplied it by.
         self.root: Tensor | None = None
         self._called: set[Site] = set()
+        self._watching: Any = None
 
     @property
     def rows(self) -> int:
@@ -111,8 +112,19 @@ class MergedMicrobatch(Microbatch):
         """Return the rows of the batch."""
         return self.rows
 
+    def watch_outputs(self, model: nn.Module) -> None:
+        """Note what the model returns until the step is over, to see later which rows a loss is made of."""
+        mine = self._self
+
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            micro = mine()
+            if isinstance(micro, MergedMicrobatch):
+                micro.note_output(out)
+
+        self._watching = model.register_forward_hook(hook)
+
     def note_output(self, out: Any) -> None:
-        """Note what the model returned, to see later which rows a loss is made of."""
+        """Note what the model returned, with gradient."""
         self.outputs += [x for x in float_tensors(out) if x.dim() > 0 and x.shape[0] == self.rows and x.requires_grad]
 
     def watch_root(self, part: Tensor) -> None:
@@ -297,6 +309,8 @@ class MergedMicrobatch(Microbatch):
     def release(self) -> None:
         """Free everything."""
         super().release()
+        if self._watching is not None:
+            self._watching.remove()
         for kept, _ in self.postponed:
             kept.forget()
         for x in self.validation.values():

@@ -357,6 +357,10 @@ class Microbatch:
         for s in scored:
             self.backwards.setdefault(s.parameter, set()).add(backward)
 
+    def note_backward(self, parameter: nn.Parameter, backward: int) -> None:
+        """Note a backward in which a parameter got no gradient of anybody: a batch without rows."""
+        self.backwards.setdefault(parameter, set()).add(backward)
+
     # What came of them
 
     def flowed_past(self) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
 
 from inrun.errors import ValidationError
 from inrun.torch_private import buffers_written_silently, version_of
@@ -103,6 +104,39 @@ def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None
     with torch.no_grad():
         buffer.copy_(copy)
     setattr(model.get_submodule(owner), local, buffer)
+
+
+class _NotReentrant:
+    """Stands in for ``CheckpointFunction``: the same segments, recomputed by the kind that any backward may ask for."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@contextlib.contextmanager
+def no_reentry() -> Iterator[None]:
+    """Let reentrant activation checkpoints be the other kind for the time of the block.
+
+    Theirs can only be differentiated into ``.grad``, and not at all where no input requires gradient.
+    """
+    before = checkpointing.CheckpointFunction
+    checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = before  # type: ignore[misc]
+
+
+def run_eagerly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function so that nothing in it is compiled, nor runs as compiled before."""
+
+    def plainly() -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return run(*args, **kwargs)
+
+    # First out of any compiled call that this one is inside of, where the stance may not be changed.
+    return torch.compiler.disable(plainly)()
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

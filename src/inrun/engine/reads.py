@@ -15,7 +15,7 @@ from inrun.engine.checks.recorder import Recorder
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.layers import Ask, Call, Layout, Tapped
-from inrun.layers.layout import TURNED
+from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.reads import LinearReadRule, LookUpRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
 from inrun.layers.seam_reads import Multiplied, Spread, expanded
 
@@ -147,7 +147,7 @@ class ScoringReader:
         """Multiply in the shared form, or as the framework does."""
         site = next(iter(weight.roots)).site
         layout = self.layout(site, x.shape, self.n)
-        if layout == "free":
+        if layout in SHARED:
             raise UnreadableError(weight, F.linear)
         tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})
         plain_bias = bias.plain if isinstance(bias, Track) else bias

@@ -20,6 +20,7 @@ from inrun.engine.credit.state import credit_state, load_credit_state
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
+from inrun.engine.plan import Desk
 from inrun.engine.record import StepResult
 from inrun.engine.refinement import Usual
 from inrun.engine.setup import Setup
@@ -59,7 +60,7 @@ class Run:
     def __init__(self, setup: Setup, audits: Schedule) -> None:
         """Begin at step 0."""
         self.setup, self.audits = setup, audits
-        self.capture = Capture(setup.model, setup.sites, setup.form, setup.check_rows)
+        self.capture = Capture(setup.model, setup.called, setup.sites, setup.form, setup.check_rows)
         self.buffers = Buffers()
         self.history = History()
         #: Steps that were recorded; the number of the next one.
@@ -85,6 +86,15 @@ class Run:
     def model(self) -> nn.Module:
         """Return the model that is observed."""
         return self.setup.model
+
+    @property
+    def called(self) -> nn.Module:
+        """Return what the user calls: the model, or what torch.compile made of it."""
+        return self.setup.called
+
+    def desk(self, site: Site) -> Desk:
+        """Return what compiled code finds at an observed module."""
+        return self.capture.plan.desks[site]
 
     # Verbs of a step
 
@@ -179,13 +189,16 @@ class Run:
         """Run one call of an observed module."""
         return self.capture.route(site, original, args, kwargs)
 
-    def run_model(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of the model; say once, after the first and before any of it is taken, what waiting gradients keep."""
-        out, observed = self.capture.run_model(original, args, kwargs)
-        if observed and not self._told_memory and self.open_step is not None:
+    def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
+        """A call of the model begins, inside compiled code or not; return whether it is observed."""
+        return self.capture.begin_model(args, kwargs, compiled)
+
+    def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> None:
+        """An observed call has ended; say once, before any of it is taken, what waiting gradients keep."""
+        ended = self.capture.end_model(args, kwargs, failed)
+        if ended and not self._told_memory and self.open_step is not None:
             self._told_memory = True
             self._tell_memory(*self.open_step.expected_bytes())
-        return out
 
     def _tell_memory(self, nbytes: int, rows: int) -> None:
         limit = self.setup.deferred_memory

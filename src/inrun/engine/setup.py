@@ -22,7 +22,7 @@ from inrun.errors import ConfigurationError, CoverageError, OptimizerError
 from inrun.layers.forms import FORMS
 from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
-from inrun.torch_private import buffers_written_silently, is_compiled
+from inrun.torch_private import buffers_written_silently, uncompiled
 
 log = logging.getLogger("inrun")
 
@@ -39,7 +39,9 @@ class CreditPlan:
 class Setup:
     """Everything about a run that does not change while it runs."""
 
+    #: The model, and what is called: the same, or what torch.compile made of it.
     model: nn.Module
+    called: nn.Module
     optimizers: list[torch.optim.Optimizer]
     scored: list[Scored]
     sites: list[Site]
@@ -162,9 +164,12 @@ def make_setup(
     deferred_memory: int | str | None,
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
+    called, model = model, uncompiled(model)
     check_model(model)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
+    if update != "sgd":
+        _check_precision(optimizers)
     check_count("refresh", refresh, 1)
     if validation is None:
         method, credit = _merged_options(method, credit, refresh, bitwise)
@@ -186,13 +191,14 @@ def make_setup(
     _check_form(form, validation is None and all(rule.linear for rule in rules))
     if bitwise and form == "shared":
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
-    sets = NoValidation(model) if validation is None else Validation(model, validation, validation_mode)
+    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(
         model=model,
+        called=called,
         optimizers=optimizers,
         scored=list(by_parameter.values()),
         sites=find_sites(model, by_parameter),
@@ -259,19 +265,45 @@ def check_model(model: Any) -> None:
             f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes "
             "after they were scored. Score a run of one process with the module inside (model.module)."
         )
+    _check_fused_head(model)
+    _check_parameters(model)
     sharded = [name or "the model itself" for name, m in model.named_modules() if _is_sharded(m)]
-    if sharded or any(hasattr(p, "placements") for p in model.parameters()):
-        where = f" ({', '.join(sharded[:3])})" if sharded else ""
+    if sharded:
         raise ConfigurationError(
-            f"the model is sharded over processes{where}, by FSDP or a DTensor plan, which is not supported yet. Score a run of "
+            f"the model is sharded over processes ({', '.join(sharded[:3])}), by FSDP, which is not supported yet. Score a run of "
             "one process that holds the whole model."
         )
-    compiled = [name or "the model itself" for name, m in model.named_modules() if is_compiled(m)]
-    if compiled:
-        raise ConfigurationError(
-            f"{', '.join(compiled[:3])} is compiled, and compiled modules are not scored yet: make the Accountant from the module "
-            "before torch.compile, and train that one"
-        )
+
+
+def _check_fused_head(model: nn.Module) -> None:
+    """Raise if a forward multiplies by the head's weight inside its loss, without calling the head (Liger's fused kernels)."""
+    for name, m in model.named_modules():
+        forward = getattr(m, "forward", None)
+        home = str(getattr(forward, "__module__", ""))
+        fused = "lce" in getattr(forward, "__name__", "") or "fused_linear" in home
+        if home.startswith("liger_kernel.") and fused:
+            raise ConfigurationError(
+                f"{name or 'the model itself'} ({type(m).__name__}) runs Liger's fused linear cross entropy, which takes the "
+                "head's weight without calling the head, so that its gradient cannot be told apart by sample; apply the kernels "
+                "with fused_linear_cross_entropy=False."
+            )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raise for parameters that are split over processes, or that an optimizer moves inside the backward."""
+    for name, p in model.named_parameters():
+        placements = getattr(p, "placements", None)
+        if placements is not None:
+            raise ConfigurationError(
+                f"{name} is a DTensor ({', '.join(str(x) for x in placements)}): parameters that are split over processes "
+                "(tensor parallel plans, FSDP2) are not scored yet, since no process sees a sample's whole gradient. Score a run "
+                "of one process that holds the whole model."
+            )
+        if getattr(p, "_in_backward_optimizers", None):
+            raise ConfigurationError(
+                f"{name} is moved by an optimizer inside the backward (_apply_optimizer_in_backward), where its gradient is gone "
+                "before the step is known; call optimizer.step() after the backward instead."
+            )
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -286,6 +318,18 @@ def _check_optimizers(optimizers: list[Any]) -> None:
         if type(o).__module__.startswith("accelerate.") and hasattr(o, "optimizer"):
             raise OptimizerError(
                 f"the optimizer is accelerate's wrapper {type(o).__name__}; give the torch optimizer inside it: optimizer.optimizer"
+            )
+
+
+def _check_precision(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Raise for optimizers whose state is quantised: what they do to a weight cannot be told from it."""
+    for o in optimizers:
+        home, name = type(o).__module__, type(o).__name__
+        if home.startswith(("bitsandbytes.", "torchao.")) or re.search(r"(8|4)bit|Fp8", name):
+            raise OptimizerError(
+                f"{name} of {home.partition('.')[0]} keeps its state in few bits and updates in a kernel of its own, so that a "
+                "sample's part of the move cannot be told; train with the optimizer of full precision (torch.optim.AdamW for "
+                'AdamW8bit), or take update="sgd", the paper\'s proxy.'
             )
 
 

@@ -74,7 +74,7 @@ class Step(OpenStep):
         self._details = ""
         #: The loss scaler found infinities and will not let the optimizer step.
         self.held_back = False
-        self.broken = False
+        self.broken = self._dropped = False
         #: How many calls of each optimizer's ``step`` are running, one inside the other; those that came to their end.
         self._running: dict[int, int] = {}
         self._completed: set[int] = set()
@@ -201,8 +201,23 @@ class Step(OpenStep):
             raise
         finally:
             self.run.capture.rest()
+        if self._dropped:
+            return
         self._check_coverage()
         self.settlement.contract_replays(micro)
+
+    def skip(self) -> None:
+        """Drop the step: for a loop that leaves a batch out, before or after its backward, and does not step the optimizer.
+
+        Nobody is scored for it and nothing is raised when it ends; the accounts say that the loop dropped it. What a backward left
+        in ``.grad`` is yours to clear. Leave the ``with`` block as usual.
+        """
+        if self.run.open_step is not self:
+            raise StepError("this step is not open; call skip() inside `with accountant.step() as step:`")
+        if self.settlement.begun:
+            raise StepError("an optimizer has stepped already, so that the step has had its effect and cannot be skipped")
+        self._dropped = True
+        self.run.capture.rest()
 
     def _open(self, ids: Tensor) -> Microbatch:
         if self.settlement.begun:
@@ -221,9 +236,12 @@ class Step(OpenStep):
             raise StepError("ids per position in a merged step: packed documents need validation=, and steps without merged=")
         checked = self.audited or self.watch.hooked or self.run.last is None
         form, repeated = self.setup.form, self.run.capture.repeated
-        return MergedMicrobatch(
+        micro = MergedMicrobatch(
             *common, validation_rows=rows, points=self.merged_points, form=form, checked=checked, repeated=repeated
         )
+        if checked:
+            micro.watch_outputs(self.setup.model)
+        return micro
 
     def merge(self, train_loss: Tensor, validation_loss: Tensor) -> Tensor:
         """Return the loss of a merged step, train_loss + validation_loss; optional, and better than adding them up yourself.
@@ -255,13 +273,29 @@ class Step(OpenStep):
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, right after it was accumulated."""
+        before = self.watch.seen.get(parameter)
         try:
             self.watch.arrive(parameter)
+            if self.microbatches and self.microbatches[-1].n == 0:
+                self._check_empty(parameter, 0.0 if before is None else float(before.norm))
         except StepError:
             self.broken = True
             raise
 
+    def _check_empty(self, parameter: nn.Parameter, before: float) -> None:
+        """Take note of a gradient of a batch without rows, which must have added nothing."""
+        seen = self.watch.seen.get(parameter)
+        if seen is None:
+            return
+        if float(seen.norm) != before:
+            raise StepError(
+                f"{self.watch.names[parameter]} received gradient in a batch without rows, which is no sample's; give ids for the "
+                "rows, or leave such a batch out with step.skip()"
+            )
+        self.microbatches[-1].note_backward(parameter, current_backward())
+
     def _check_coverage(self) -> None:
+        self.run.capture.check_compiled()
         wanted = [s for s in self.setup.scored if not self.asks.is_zero(s)]
         self.watch.check_coverage(wanted, [m.backwards for m in self.microbatches])
         for micro in self.microbatches:
@@ -272,7 +306,10 @@ class Step(OpenStep):
     def before_optimizer(self, index: int) -> None:
         """Finish the contributions of one optimizer's parameters, right before it steps."""
         if current_backward() != -1:
-            raise StepError("the optimizer steps inside the backward; optimizer-in-backward cannot be scored")
+            raise StepError(
+                "the optimizer steps inside the backward; optimizer-in-backward cannot be scored. Call optimizer.step() after the "
+                "backward, and leave out the hook that steps (register_post_accumulate_grad_hook)."
+            )
         # A subclass whose step calls its parent's runs the hooks twice: only the outer call is the step.
         self._running[index] = self._running.get(index, 0) + 1
         if self._running[index] > 1:
@@ -297,6 +334,8 @@ class Step(OpenStep):
         mine = [s for s in self.setup.scored if s.optimizer == index]
         if self.settlement.has(index):
             raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
+        if self._dropped:
+            raise StepError("optimizer.step() after step.skip(): the step was dropped; leave the `with` block first")
         if not any(s.parameter in self.watch.seen for s in mine):
             raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
         if self.broken or self.run.flag.spoiled:
@@ -315,7 +354,8 @@ class Step(OpenStep):
             return
         if not self.settlement.begun:
             self._complete()
-        first = self.merged is not None and self.run.last is None
+        # At a run's first step too: a tied weight that is also used past its modules (a fused loss) is seen by sums alone.
+        first = self.run.last is None
         checked = first or self.audited or self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
         spent = self.settlement.settle(index, self.microbatches, checked, self.skipped is None)
         self.run.audits.spent(spent)
@@ -383,6 +423,13 @@ class Step(OpenStep):
     # The end
 
     def _finish(self) -> None:
+        if self._dropped:
+            self.skipped, self._details = Skip.DROPPED, ""
+            for micro in self.microbatches:
+                micro.release()
+            self.microbatches = []
+            self._record(torch.zeros(0, max(len(self.columns), 1)), [])
+            return
         if self.broken or self.run.flag.spoiled or self.settlement.settled - self._completed:
             raise StepError(
                 "a microbatch or optimizer.step() of this step failed and the exception was caught inside it; nothing was "
@@ -431,7 +478,7 @@ class Step(OpenStep):
             contributions = contributions.new_zeros(len(contributions), len(columns))
         finished = FinishedStep(
             step=self.number,
-            sample_ids=torch.cat([m.ids for m in self.microbatches]),
+            sample_ids=torch.cat([m.ids for m in self.microbatches] or [torch.zeros(0, dtype=torch.int64)]),
             columns=columns,
             contributions=contributions,
             losses=self.losses,

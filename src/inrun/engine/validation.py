@@ -12,7 +12,7 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.engine.fold import Folds
-from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, seed_of
+from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -103,8 +103,8 @@ def _wants_step(fn: Loss | Folds) -> bool:
 class Validation:
     """The named validation callables of a run."""
 
-    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss], mode: str) -> None:
-        """Check and hold the callables; ``mode`` is "eval" or "train"."""
+    def __init__(self, model: nn.Module, called: nn.Module, callables: Loss | Mapping[str, Loss], mode: str) -> None:
+        """Check and hold the callables, which get ``called`` (the model, or what was compiled of it); ``mode`` is eval or train."""
         named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
         if not named:
             raise ConfigurationError("validation= is empty; give at least one callable that returns a loss")
@@ -118,7 +118,7 @@ class Validation:
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
         if mode not in ("eval", "train"):
             raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
-        self.model, self.mode = model, mode
+        self.model, self.called, self.mode = model, called, mode
         self.callables = {name: (fn, _wants_step(fn)) for name, fn in named.items()}
         self.guard = BufferGuard(model)
         self._stacks: dict[int, Tensor] = {}
@@ -141,7 +141,7 @@ class Validation:
     def _loss(self, name: str, step: int) -> Tensor:
         fn, wants_step = self.callables[name]
         call = fn.fn if isinstance(fn, Folds) else fn
-        loss = call(self.model, step) if wants_step else call(self.model)
+        loss = call(self.called, step) if wants_step else call(self.called)
         if not isinstance(loss, Tensor):
             raise ValidationError(
                 f"validation {name!r} returned {type(loss).__name__}; it must return a tensor: "
@@ -167,7 +167,7 @@ class Validation:
         parts = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad():
+            with random_state, flags, buffers, torch.no_grad(), no_reentry():
                 parts.append(self._loss(name, step).detach().reshape(-1).double())
         return torch.cat(parts)
 
@@ -176,7 +176,7 @@ class Validation:
         found: list[Label] = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad():
+            with random_state, flags, buffers, torch.no_grad(), no_reentry():
                 loss = self._loss(name, step)
             found += self._labels(name, loss)
         return found
@@ -195,7 +195,10 @@ class Validation:
         Attention runs on the MATH backend in this pass alone: the fused kernels cannot be differentiated twice.
         """
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return self._each_point(parameters, step, lambda point, last: _bent_gradient(point, parameters, move, last))
+            # Compiled code cannot be differentiated twice.
+            return run_eagerly(
+                self._each_point, parameters, step, lambda point, last: _bent_gradient(point, parameters, move, last)
+            )  # type: ignore[no-any-return]
 
     def _each_point(self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate) -> Gradients:
         columns: list[Label] = []
@@ -203,7 +206,7 @@ class Validation:
         found: list[list[Tensor | None]] = []
         for name in self.names:
             random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.enable_grad():
+            with random_state, flags, buffers, torch.enable_grad(), no_reentry():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(

@@ -4,6 +4,7 @@ from inrun.layers import bilinear, channels, convolution, embedding, linear, nor
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
 from inrun.layers.merged import Merged, MergedAsk, MergedCall
+from inrun.layers.opaque import OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
 from inrun.layers.reads import ReadRule
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
@@ -26,6 +27,7 @@ __all__ = [
     "Outer",
     "Output",
     "Owned",
+    "OwnedOpaque",
     "Packed",
     "PackedReplay",
     "Packing",
@@ -36,9 +38,11 @@ __all__ = [
     "SketchPlan",
     "Tapped",
     "add_up",
+    "TappedOpaque",
     "find_rule",
     "fold",
     "from_bits",
+    "key_of",
     "nbytes_of",
     "packed",
     "register",

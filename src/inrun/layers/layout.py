@@ -5,7 +5,8 @@ dimensions of a module's tensors map to samples is its *layout*:
 
 ``rows``  the leading dimension is the sample, ``[n, ...]``
 ``flat``  samples are laid end to end in the leading dimension, ``[n·t, ...]``
-``free``  the tensor has no sample dimension (position embeddings): every sample shares it
+``free``  the tensor has no sample dimension (position embeddings), or stands for a batch of one: every sample shares it
+``bare``  the same, where a leading dimension of 1 is not a batch of one (position embeddings of a single position)
 
 Two more are *turned* into the normal form, by layers that treat all positions alike:
 
@@ -22,7 +23,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["rows", "flat", "free", "second", "cycled"]
+Layout = Literal["rows", "flat", "free", "bare", "second", "cycled"]
+#: Every sample shares the tensor.
+SHARED: tuple[Layout, ...] = ("free", "bare")
 TURNED = ("second", "cycled")
 
 

@@ -86,6 +86,11 @@ class LayerRule:
         """Run a call with probes (rules that score modules as a whole); ``made`` is what the module returned, if it ran."""
         raise NotImplementedError(f"{type(self).__name__} does not run its module")
 
+    @property
+    def compiles(self) -> bool:
+        """Whether calls can be scored inside compiled code; others leave it."""
+        return not (self.replays or self.reads or self.whole)
+
     def refusal(self, module: nn.Module) -> str | None:
         """Say why this module's gradient is not the rule's, or return None."""
         return None

@@ -49,6 +49,13 @@ class Ask:
     sketch: SketchPlan | None = None
 
     @property
+    def has_own_probes(self) -> bool:
+        """Whether every call needs probes of its own: factors and rows that are kept apart must not be added up."""
+        if self.kept_as is not None:
+            return not self.kept_as.summable
+        return self.sketch is not None and self.probes - self.contracts > 1
+
+    @property
     def given(self) -> int:
         """Return how many tensors come with it: a direction, and signs and weights of a sketch."""
         return 0 if self.kept_as is not None else self.contracts + (0 if self.sketch is None else 2)
@@ -71,6 +78,9 @@ class Call:
     packing: Packing | None = None
     #: Where the samples are not in the first dimension: ``second`` or ``cycled`` (see ``layout.py``).
     turn: str = ""
+
+    #: The parameters of an owned layer, in order.
+    owned_names: tuple[str, ...] = ()
 
     @property
     def asked_names(self) -> tuple[str, ...]:

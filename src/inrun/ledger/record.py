@@ -20,6 +20,8 @@ class Skip(enum.Enum):
     VALIDATION_LOSS = "validation loss is not finite"
     #: A loss scaler, or a loop such as that of ``inrun train`` with nonfinite=skip, left the step out: the weights stayed.
     NO_STEP = "gradient is not finite and the optimizer did not step"
+    #: The loop dropped the batch (``step.skip()``).
+    DROPPED = "the loop dropped the batch"
     CONTRIBUTIONS = "gradient or contributions are not finite"
 
     @classmethod
@@ -31,7 +33,7 @@ class Skip(enum.Enum):
     @property
     def stepped(self) -> bool:
         """Whether the optimizer stepped all the same, so that the weights moved and it counted the step."""
-        return self is not Skip.NO_STEP
+        return self not in (Skip.NO_STEP, Skip.DROPPED)
 
     def text(self, details: str = "") -> str:
         """Return what the accounts say."""

@@ -159,7 +159,8 @@ class GradientWatch:
         if missed:
             raise CoverageError(
                 f"{', '.join(missed)} received gradient, but no observed module used it in this step; its scores would be "
-                "missing. Usual causes: the weight is multiplied without calling its module, the backward belongs to a "
+                "missing. Usual causes: the weight is multiplied without calling its module (a fused loss that takes the "
+                "head's weight, such as Liger's: take the unfused one), the backward belongs to a "
                 "forward outside the step or of backward(inputs=...), or the model was changed after the Accountant was made."
             )
 

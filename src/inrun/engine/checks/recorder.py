@@ -58,12 +58,15 @@ class Recorder:
         disturb: int | None = None,
         row: int = 0,
         expand: tuple[set[int], int] | None = None,
+        bare: frozenset[int] = frozenset(),
         disturb_copy: bool = False,
         packing: Packing | None = None,
         disturb_spread: int | None = None,
         with_grad: bool = False,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
+
+        A leading dimension of 1 is expanded as a batch of one, but for the calls ``bare``.
 
         ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output, ``disturb_spread`` a sample's copy of
         every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. With a
@@ -81,7 +84,7 @@ class Recorder:
         self.entries: list[Entry] = []
         #: The last call of every module without a rule.
         self.replayable: dict[Site, RecordedCall] = {}
-        self.disturb, self.row, self.expand = disturb, row, expand
+        self.disturb, self.row, self.expand, self.bare = disturb, row, expand, bare
 
     def call(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module and note what it was given."""
@@ -102,7 +105,7 @@ class Recorder:
             out = out.clone()
             out[self.row] += 1.0 + out[self.row].abs().max()
         if self.expand is not None and index in self.expand[0]:
-            batched = lead.shape[0] == 1
+            batched = lead.shape[0] == 1 and index not in self.bare
             out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
             if self.disturb_copy:
                 out = out.clone()

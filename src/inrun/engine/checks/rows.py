@@ -21,6 +21,7 @@ from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
 from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers import Layout, unused_parameters
+from inrun.layers.layout import SHARED
 from inrun.layers.reads import UnreadableError
 from inrun.layers.trees import float_tensors, tensors_of
 
@@ -58,6 +59,7 @@ class RowCheck:
         #: Calls in the running forward whose layout was guessed, since no look had shown them.
         self._guessed: list[tuple[Site, torch.Size, Layout]] = []
         self._examined: set[Site] = set()
+        self._told_coupling = False
 
     # Before and after the user's forward
 
@@ -169,10 +171,10 @@ class RowCheck:
                 return False
         return True
 
-    def _record_exchanged(self, arguments: Arguments) -> Recorder:
+    def _record_exchanged(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
         """Run the model with one sample exchanged; it may not take such a batch."""
         try:
-            return self._record(arguments, Recorder())[0]
+            return self._record(arguments, Recorder())
         except (RowOwnershipError, UnreadableError):
             raise
         except Exception as error:
@@ -242,10 +244,11 @@ class RowCheck:
             if other is None:
                 continue
             seen = True
-            exchanged = self._record_exchanged(other)
+            exchanged, exchanged_outputs = self._record_exchanged(other)
             if self._moved_constants(recorder, exchanged):
                 return self._examine(n, arguments, samples, again)
             moved_entries = exchanged.entries
+            self._look_for_coupling(outputs, exchanged_outputs, n, sample)
             if [(e.site, e.shape) for e in base] != [(e.site, e.shape) for e in moved_entries]:
                 raise RowOwnershipError(
                     "the modules the forward calls change when one sample is exchanged; rows cannot be assigned to samples"
@@ -269,6 +272,20 @@ class RowCheck:
             layouts = [x if x is not None or e.argument is not None else k for x, k, e in zip(layouts, known, base, strict=True)]
         return self._gather(n, arguments, (base, outputs), layouts, seen, check_free=not again), seen
 
+    def _look_for_coupling(self, before: list[Tensor], after: list[Tensor], n: int, sample: int) -> None:
+        """Say once that outputs of the model mix rows behind its last layer, as in-batch negatives do: every layer is separate."""
+        pairs = [(a, b) for a, b in zip(before, after, strict=False) if a.shape == b.shape and a.dim() and len(a) == n]
+        coupled = [a for a, b in pairs if not _only_block(moved_rows(fingerprint(a), fingerprint(b)), n, sample)]
+        if coupled and not self._told_coupling:
+            self._told_coupling = True
+            log.warning(
+                "inrun: an output of the model, of shape %s, has in each row something of the other samples (in-batch negatives, "
+                "similarities, statistics of the batch). Scores are row shares: a sample's contribution is what flows through its "
+                "own rows; shares add up to the gradient, but what the others would have done without it is not told apart. The "
+                "same holds, unseen, for a loss outside the model that couples rows.",
+                tuple(coupled[0].shape),
+            )
+
     def _gather(
         self,
         n: int,
@@ -284,9 +301,10 @@ class RowCheck:
         for i, entry in enumerate(base):
             if layouts[i] is None and entry.argument is None:
                 layouts[i] = self._constant_layout(i, entry, n, arguments, plain, known_rows, seen)
-        free = {i for i, x in enumerate(layouts) if x == "free"}
+        free = {i for i, x in enumerate(layouts) if x in SHARED}
         if free and check_free:
-            self._check_expansion(free, n, arguments, base, outputs)
+            for i in self._find_bare(free, n, arguments, base, outputs):
+                layouts[i] = "bare"
         found: dict[tuple[Site, Pattern, int], Layout] = {}
         for entry, layout in zip(base, layouts, strict=True):
             if layout is None:
@@ -335,11 +353,25 @@ class RowCheck:
             )
         return "rows" if all(_only_block(m, n, 0) for m in moved) else "free"
 
-    def _check_expansion(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Tensor]) -> None:
+    def _find_bare(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Tensor]) -> frozenset[int]:
+        """Return those of the calls without samples whose leading dimension of 1 is no batch of one."""
+        maybe = frozenset(i for i in free if base[i].shape[0] == 1)
+        try:
+            self._check_expansion(free, frozenset(), n, arguments, base, outputs)
+        except RowOwnershipError:
+            if not maybe:
+                raise
+            self._check_expansion(free, maybe, n, arguments, base, outputs)
+            return maybe
+        return frozenset()
+
+    def _check_expansion(
+        self, free: set[int], bare: frozenset[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Tensor]
+    ) -> None:
         """See that giving batch-free outputs one copy per sample changes no shape elsewhere."""
         names = ", ".join(sorted({site.name for i in free if (site := base[i].site) is not None}))
         try:
-            recorder, after_outputs = self._record(arguments, Recorder(expand=(free, n)))
+            recorder, after_outputs = self._record(arguments, Recorder(expand=(free, n), bare=bare))
         except Exception as error:
             raise RowOwnershipError(_free_message(names, n) + f" (the expanded forward failed: {error})") from error
         after = recorder.entries
@@ -351,7 +383,7 @@ class RowCheck:
             raise RowOwnershipError(_free_message(names, n))
         # Equal copies hide whose copy is used: change one sample's, and only its rows may move.
         for row in (0, n - 1):
-            recorder, disturbed = self._record(arguments, Recorder(expand=(free, n), disturb_copy=True, row=row))
+            recorder, disturbed = self._record(arguments, Recorder(expand=(free, n), bare=bare, disturb_copy=True, row=row))
             pairs = [(b, a) for b, a in zip(base, recorder.entries, strict=False) if b.argument is None and b.shape == a.shape]
             pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
             telling = [(b, a) for b, a in pairs if b.shape[0] % n == 0]

@@ -146,8 +146,8 @@ def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: Sketc
         clip = abs(m.factor)
         if isinstance(entry, ExactEntry):
             shapes = [shape.total() for j, _, shape in entry.held if j == i]
-            mine = torch.stack(shapes).sum(0).double().reshape(-1) * clip if shapes else torch.zeros(1, dtype=torch.float64)
             real = used.double().cpu().reshape(-1)
+            mine = torch.stack(shapes).sum(0).double().reshape(-1) * clip if shapes else torch.zeros_like(real)
         else:
             assert audit is not None and isinstance(store, SketchStore)
             mine, real = entering[i] * clip, audit.of(i, used, store.weights_now)
