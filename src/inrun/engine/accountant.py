@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,9 @@ class Accountant:
             differentiated twice; on a small GPT exact to about 0.1 % in float32).
         deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
             steps; None for no limit. What is needed is said at the first step; more than allowed raises.
+        extra: What ``last`` tells of every sample beside its contribution: "norm" (``last.norms``: of its part of the gradient, as
+            the optimizers used it) and "cosine" (``last.cosines``: with the validation gradient; methods "first" and "lookahead").
+            Not written to the ledger.
         about: What ``run.json`` of a new ledger says beside method, model and coverage (plain data).
     """
 
@@ -115,6 +118,7 @@ class Accountant:
         quadrature: str | None = None,
         hessian: str = "double",
         deferred_memory: int | str | None = None,
+        extra: Iterable[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         """Attach to the model and its optimizers; :meth:`close` detaches."""
@@ -140,6 +144,7 @@ class Accountant:
             quadrature=quadrature,
             hessian=hessian,
             deferred_memory=deferred_memory,
+            extra=extra,
         )
         self._run = Run(self._setup, Schedule(audit_every))
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))

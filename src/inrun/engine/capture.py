@@ -138,6 +138,8 @@ class Capture:
                         "ids per position (packed documents) are scored in models that are not compiled; leave torch.compile out, "
                         "or give one id per row"
                     )
+                if micro.extras is not None:
+                    raise StepError("extra= is told of models that are not compiled; leave torch.compile out, or extra=")
                 if isinstance(micro, MergedMicrobatch):
                     raise StepError(
                         "merged steps score models that are not compiled; leave torch.compile out, or give the Accountant "

@@ -8,8 +8,7 @@ optimizer steps, with the ∇ℓ that left the backward.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,24 +22,7 @@ from inrun.layers import Layout, Merged, MergedAsk, MergedCall, nbytes_of
 from inrun.layers.forms import Contraction
 from inrun.layers.layout import TURNED
 from inrun.layers.trees import float_tensors
-from inrun.torch_private import current_backward
-
-
-@contextlib.contextmanager
-def detached(module: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Let a module run with parameters that get no gradient of it."""
-    held = []
-    for name in names:
-        path, _, local = name.rpartition(".")
-        owner: Any = module.get_submodule(path)
-        held.append((owner, local, owner._parameters[local]))
-    try:
-        for owner, local, parameter in held:
-            owner._parameters[local] = parameter.detach()
-        yield
-    finally:
-        for owner, local, parameter in held:
-            owner._parameters[local] = parameter
+from inrun.torch_private import current_backward, detached_parameters
 
 
 class MergedDirections(Directions):
@@ -156,7 +138,7 @@ class MergedMicrobatch(Microbatch):
         if not names:
             return original(*args, **kwargs)
         self._note_call(site)
-        with detached(site.module, names):
+        with detached_parameters(site.module, names):
             out = original(*args, **kwargs)
         expands, one = layout == "free", layout == "free" and inputs[0].shape[0] == 1
         if expands:
@@ -252,7 +234,7 @@ class MergedMicrobatch(Microbatch):
         leaves = [self._leaf(*part, self.device) for part in parts]
         waiting = Kept(s, site, constants, kind, leaves, None)
         for place, x in enumerate(leaves):
-            self._watched(x, (s,), waiting, place)
+            self.watched(x, (s,), waiting, place)
         if postponed:
             self.postponed.append((waiting, by_rows))
         else:
@@ -266,7 +248,7 @@ class MergedMicrobatch(Microbatch):
         if s not in self.validation:
             p = s.parameter
             dtype = torch.promote_types(p.dtype, torch.float32)
-            self.validation[s] = self._watched(self._leaf((self.columns, *p.shape), dtype, self.device), (s,))
+            self.validation[s] = self.watched(self._leaf((self.columns, *p.shape), dtype, self.device), (s,))
         return self.validation[s]
 
     # When the optimizer is about to step

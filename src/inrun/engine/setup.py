@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from inrun.engine.checks.coverage import Coverage, CoverageRow
 from inrun.engine.credit.choice import resolve_credit
 from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
+from inrun.engine.extras import check_extra
 from inrun.engine.no_validation import NoValidation
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
@@ -63,6 +64,8 @@ class Setup:
     credit: CreditPlan | None = None
     #: Steps are merged: validation rows are part of their batches, and there are no validation callables.
     merges: bool = False
+    #: What steps tell beside contributions.
+    extra: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -162,6 +165,7 @@ def make_setup(
     quadrature: str | None,
     hessian: str,
     deferred_memory: int | str | None,
+    extra: Iterable[str],
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
     called, model = model, uncompiled(model)
@@ -195,13 +199,15 @@ def make_setup(
     by_parameter = scored_parameters(model, optimizers)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
+    sites = find_sites(model, by_parameter)
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(
         model=model,
         called=called,
         optimizers=optimizers,
         scored=list(by_parameter.values()),
-        sites=find_sites(model, by_parameter),
+        sites=sites,
+        extra=check_extra(extra, plan is None and not chosen.deferred, validation is None, sites),
         foreign=frozenset(in_groups - set(by_parameter)),
         validation=sets,
         method=chosen,

@@ -26,6 +26,7 @@ from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.settlement import WholeDirections, WholeSettlement
 from inrun.engine.directions import Asks, Directions, Timing
 from inrun.engine.documents import Documents
+from inrun.engine.extras import Extras
 from inrun.engine.factors import Factors
 from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
@@ -81,6 +82,7 @@ class Step(OpenStep):
         #: Parameters that the optimizers moved, known when they step.
         self.moved: list[Scored] | None = None
         self.whole: WholeSettlement | None = None
+        self.extras: Extras | None = None
 
     # Entering and leaving
 
@@ -103,6 +105,9 @@ class Step(OpenStep):
                 self._begin_step_game()
             else:
                 self._begin_whole_credit(run.credit)
+            if setup.extra:
+                raw = self.directions if run.credit is None else None
+                self.extras = Extras(setup.extra, raw, run.capture.repeated)
             if self.given_ids is not None:
                 self._open(self.given_ids)
         except BaseException:
@@ -124,11 +129,14 @@ class Step(OpenStep):
             self.watch.close()
         for micro in self.microbatches:
             micro.release()
+        if self.extras is not None:
+            self.extras.release()
         self.microbatches = []
 
     def _begin_step_game(self) -> None:
         run, setup = self.run, self.setup
-        self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw=setup.refresh > 1)
+        keep_raw = setup.refresh > 1 or "cosine" in setup.extra
+        self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw)
         self.asks: Asks = self.directions
         self.factors = Factors(setup, self.watch, self.directions)
         self.settlement: Settling = Settlement(setup, self.directions, self.factors, self.number, run.capture.paused)
@@ -227,6 +235,7 @@ class Step(OpenStep):
         columns = max(len(self.columns), 1)
         common = (samples, self.asks, columns, setup.probe_dtype, setup.device, run.buffers, self.allowance, run.flag)
         micro = Microbatch(*common) if self.merged is None else self._open_merged(self.merged, common)
+        micro.extras = self.extras
         self.microbatches.append(micro)
         run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
         return micro
@@ -494,5 +503,6 @@ class Step(OpenStep):
             points=self.points,
             books=None if self.whole is None else self.whole.books,
             settled=tuple(settled),
+            extra=None if self.extras is None or self.skipped else self.extras.tell(self.microbatches, self.factors.clips()),
         )
         self._finish_run(finished, self.look, setup.scored if self.skipped else self.moved)

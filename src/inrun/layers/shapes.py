@@ -290,18 +290,19 @@ class LookUp(GradientShape):
         """Gather from the given rows."""
         return self._gather(torch.searchsorted(rows, self.tokens.contiguous()), v)
 
-    def _unpadded(self) -> Tensor:
+    def unpadded(self) -> Tensor:
+        """Return the output gradients with 0 at the padding."""
         blank = None if self.padding is None else (self.tokens == self.padding).unsqueeze(-1)
         return self.b if blank is None else self.b.masked_fill(blank, 0.0)
 
     def total(self) -> Tensor:
         """Scatter the output gradients of all samples into one table."""
-        flat = self._unpadded().flatten(0, 1)
+        flat = self.unpadded().flatten(0, 1)
         return flat.new_zeros(self.rows, flat.shape[1]).index_add_(0, self.tokens.reshape(-1), flat)
 
     def form(self) -> Tensor:
         """Scatter the output gradients into one table per sample."""
-        b = self._unpadded()
+        b = self.unpadded()
         index = self.tokens.unsqueeze(-1).expand_as(b)
         return b.new_zeros(len(b), self.rows, b.shape[2]).scatter_add_(1, index, b)
 
@@ -314,7 +315,7 @@ class LookUp(GradientShape):
 
     def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
         """Keep the touched rows: weighted segment sums ``[n, t, J]``, and the tokens as bits."""
-        return rows_apart(self._unpadded(), self.tokens, signs, weights, plan), as_bits(self.tokens)
+        return rows_apart(self.unpadded(), self.tokens, signs, weights, plan), as_bits(self.tokens)
 
     @classmethod
     def sketch_parts(cls, plan: SketchPlan, n: int, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:
