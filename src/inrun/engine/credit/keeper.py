@@ -8,7 +8,7 @@ scoring began (*inherited*). The difference to the sum of the estimates is sprea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from torch import Tensor
 from inrun.engine.credit.audit import SketchAudit, check_totals
 from inrun.engine.credit.direction import Direction
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
-from inrun.engine.credit.memory import REST, Numbers, PushMemory
+from inrun.engine.credit.memory import REST, PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
 from inrun.engine.credit.owing import Owed, split_rest
+from inrun.engine.credit.payment import Open, Payment
 from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch
@@ -35,53 +36,6 @@ REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
 EARLY_STEPS, EARLY_TIMES = 10, 4
 #: Steps in which uses from before are owed what they get, the last of which pays; and the first steps, which all pay at once.
 BLOCK, AT_ONCE = 11, 22
-
-
-@dataclass
-class Open:
-    """The uses of one step that are still being paid."""
-
-    step: int
-    ids: Tensor
-    #: ``[n, k]``, in double precision.
-    credit: Tensor
-
-
-@dataclass
-class Payment:
-    """What one step pays, before it is final: nothing has changed yet."""
-
-    move: WholeMove
-    direction: Direction
-    entry: Any
-    kappa: Numbers
-    paces: Numbers
-    #: ``[rows, k]``: what rows get, the coming step's last; the ``first`` of the open steps are owed theirs.
-    parts: Tensor
-    first: int
-    #: What was missing in the estimates and is spread in ``parts``, ``[k]``.
-    rest: Tensor
-    #: Σ|parts| of all open rows over that of the coming step's rows, as it was last.
-    to_all: Tensor
-    #: ``[k]`` each, in double precision: what the samples get together, decay, inherited.
-    data: Tensor
-    decay: Tensor
-    inherited: Tensor
-
-    @property
-    def own(self) -> Tensor:
-        """Return what the coming step's rows get, ``[n, k]``."""
-        return self.parts[len(self.parts) - self.entry.n :]
-
-    @property
-    def spread(self) -> Tensor:
-        """Return Σ|parts| of all open rows, ``[k]``; as far as they are owed, in proportion to the coming step's own."""
-        return self.parts.abs().sum(0) if self.first == 0 else self.own.abs().sum(0) * self.to_all
-
-    @property
-    def whole(self) -> Tensor:
-        """Return all that the move was worth, ``[k]``."""
-        return self.data + self.decay + self.inherited
 
 
 class WholeCredit:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.credit.keeper import Payment, WholeCredit
+from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.move import WholeMove
+from inrun.engine.credit.payment import Payment
 from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.directions import Direction, Sketch
 from inrun.engine.factors import Factors

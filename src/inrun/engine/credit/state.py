@@ -9,8 +9,9 @@ from torch import Tensor
 
 from inrun.engine.credit.direction import Epoch
 from inrun.engine.credit.exact_store import ExactEntry
-from inrun.engine.credit.keeper import Open, WholeCredit
+from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.owing import Owed
+from inrun.engine.credit.payment import Open
 from inrun.engine.credit.sketch_store import RowsApart, SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.errors import ConfigurationError
