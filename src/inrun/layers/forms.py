@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-#: Floating-point operations a device does while it moves one byte that is in its cache. CPU: measured with one thread (AVX-512, float32,
-#: 256 x 256 to 1024 x 256, 6 to 64 positions) as 1.1 to 3.7; with 2, project and shared meet at 12 positions, as they did.
+#: Floating-point operations a device does while it moves one byte that is in its cache. CPU: measured on one core as 1.1 to 3.7
+#: (float32, 256 x 256 to 1024 x 256, 6 to 64 positions); with 2, project and shared meet at 12 positions, as they did.
 FLOPS_PER_BYTE = {"cpu": 2.0, "cuda": 60.0}
 FORMS = ("project", "shared", "gram")
 
