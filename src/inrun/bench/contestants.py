@@ -94,8 +94,9 @@ def merged(update: str, form: str = "auto") -> Callable[[Shape], tuple[Callable[
             rows, n = torch.cat([shape.rows(shape.batch, number), validation]), shape.batch
             with accountant.step(range(number * n, (number + 1) * n), merged=shape.validation_rows) as step:
                 out = model(rows[:, :-1])
-                logits = getattr(out, "logits", out)
-                step.merge(_loss_of(logits[:n], rows[:n]), _loss_of(logits[n:], rows[n:])).backward()
+                # Split, not sliced: the backward of a slice fills all other rows with zeros.
+                ours, theirs = getattr(out, "logits", out).split([n, shape.validation_rows])
+                step.merge(_loss_of(ours, rows[:n]), _loss_of(theirs, rows[n:])).backward()
                 _update(shape, model, optimizer)
 
         return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
