@@ -495,3 +495,18 @@ CASES = [
 def model_of(case: Case, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return Wrap(case.build()).double()
+
+
+def position_mask(n: int, t: int, g: torch.Generator) -> Tensor:
+    """Which positions count: at least one per sample, the rest padding."""
+    mask = (torch.rand(n, t, generator=g) < 0.7).double()
+    mask[:, 0] = 1.0
+    return mask
+
+
+def masked_sum(out: Tensor, mask: Tensor) -> Tensor:
+    """Σ over unmasked positions of a nonlinear function of the output."""
+    if out.dim() == 2:
+        out = out.unsqueeze(1)
+    weights = torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)
+    return ((out * weights).sum(-1).square() * mask[:, : out.shape[1]].to(out.dtype)).sum()

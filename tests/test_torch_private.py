@@ -172,6 +172,17 @@ def test_operations_can_be_watched() -> None:
     assert any("rand" in name for name in seen)
 
 
+def test_modules_run_with_detached_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    weight, x = model[0].weight, torch.ones(1, 2, requires_grad=True)
+    with pytest.raises(ZeroDivisionError), torch_private.detached_parameters(model, ("0.weight", "1.bias")):
+        assert not model[0].weight.requires_grad and model[0].weight.data_ptr() == weight.data_ptr()
+        model(x).sum().backward()
+        _ = 1 / 0
+    assert model[0].weight is weight and dict(model.named_parameters())["0.weight"] is weight
+    assert weight.grad is None and model[1].bias.grad is None and model[1].weight.grad is not None and x.grad is not None
+
+
 def test_nobody_else_uses_private_names_of_torch() -> None:
     """Attributes with an underscore on torch's own modules and tensors stand in one file."""
     ours = {"_register", "_run_one"}

@@ -137,3 +137,20 @@ def may_change_size(x: Tensor, dimensions: Iterable[int]) -> None:
 def unsafe_view(x: Tensor) -> Tensor:
     """Return another tensor object for the same memory, which autograd does not take for a view: it may be written to."""
     return torch.ops.aten._unsafe_view(x, x.shape)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def detached_parameters(module: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Let a module run with parameters that get no gradient of it."""
+    held = []
+    for name in names:
+        path, _, local = name.rpartition(".")
+        owner: Any = module.get_submodule(path)
+        held.append((owner, local, owner._parameters[local]))
+    try:
+        for owner, local, parameter in held:
+            owner._parameters[local] = parameter.detach()
+        yield
+    finally:
+        for owner, local, parameter in held:
+            owner._parameters[local] = parameter

@@ -42,6 +42,22 @@ def test_bench_as_json(optimizer: str) -> None:
     assert data["shape"]["optimizer"] == optimizer
 
 
+def test_bench_tune() -> None:
+    """Every layer shape of the model, in both kinds of pass; the same as a table."""
+    result = CliRunner().invoke(cli, ["bench", *SMALL, "--tune", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["results"]
+    assert {(r["rows"], r["columns"]) for r in rows} == {(48, 16), (16, 16), (64, 16), (16, 64), (50, 16)}
+    assert {"gram" in r["milliseconds"] for r in rows if r["kind"] == "merged"} == {True}
+    assert {"gram" in r["milliseconds"] for r in rows if r["kind"] == "separate"} == {False}
+    for r in rows:
+        assert r["fastest"] == min(r["milliseconds"], key=r["milliseconds"].get)
+        assert r["model"] in r["milliseconds"] and r["lost"] >= 0 and r["alone"] > 0
+    table = CliRunner().invoke(cli, ["bench", *SMALL, "--tune", "--model", "llama"])
+    assert table.exit_code == 0, table.output
+    assert "cost model" in table.output and "merged" in table.output
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_bench_of_a_transformers_model_as_a_table(model: str) -> None:
     result = CliRunner().invoke(cli, ["bench", *SMALL, "--model", model, "--slow-rounds", "0"])

@@ -11,26 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import inrun
-from cases import CASES, Case, D, model_of
+from cases import CASES, Case, D, masked_sum, model_of, position_mask
 from inrun.layers.shapes import Outer, shared_outer
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
 COMBINATIONS = [pytest.param(case, form, id=f"{case.name}-{form}") for case in CASES for form in case.forms]
-
-
-def position_mask(n: int, t: int, g: torch.Generator) -> Tensor:
-    """Which positions count: at least one per sample, the rest padding."""
-    mask = (torch.rand(n, t, generator=g) < 0.7).double()
-    mask[:, 0] = 1.0
-    return mask
-
-
-def masked_sum(out: Tensor, mask: Tensor) -> Tensor:
-    """Σ over unmasked positions of a nonlinear function of the output."""
-    if out.dim() == 2:
-        out = out.unsqueeze(1)
-    weights = torch.linspace(0.5, 1.5, out.shape[-1], dtype=out.dtype)
-    return ((out * weights).sum(-1).square() * mask[:, : out.shape[1]].to(out.dtype)).sum()
 
 
 def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: int, sets: int = 2):

@@ -93,9 +93,10 @@ def test_the_usual_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(METHODS, name)
     ours = [e.name for e in entries(Shape())][2:-2]
     forms = [f"first+{update} {form}" for update in ("frozen", "sgd") for form in ("shared", "project")]
-    assert ours == [*forms, "lookahead+frozen", "second+secant", "midpoint+secant", "whole credit"]
+    merged = ["first+sgd merged", "first+sgd merged gram"]
+    assert ours == [*forms, "lookahead+frozen", "second+secant", "midpoint+secant", *merged, "first+frozen merged", "whole credit"]
     with_sgd = [e.name for e in entries(Shape(optimizer="sgd"))][2:-2]
-    assert with_sgd == ["first+sgd shared", "first+sgd project", "second+sgd", "midpoint+sgd", "whole credit"]
+    assert with_sgd == ["first+sgd shared", "first+sgd project", "second+sgd", "midpoint+sgd", *merged, "whole credit"]
     named = [f"{method}+{update}" for method, update in usual_choices()]
     assert named[:4] == ["first+sgd", "first+frozen", "lookahead+frozen", "first+secant"]
     assert named[4:] == ["second+secant", "midpoint+secant", "midpoint:gauss2+secant"]

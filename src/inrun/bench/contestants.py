@@ -81,6 +81,33 @@ def scored(
     return make
 
 
+def merged(update: str, form: str = "auto") -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+    """Train with an accountant whose steps have the validation rows in their batch."""
+
+    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+        model = shape.build()
+        optimizer = shape.make_optimizer(model)
+        validation = shape.rows(shape.validation_rows, -1)
+        accountant = Accountant(model, optimizer, update=update, form=form)
+
+        def step(number: int) -> None:
+            rows, n = torch.cat([shape.rows(shape.batch, number), validation]), shape.batch
+            with accountant.step(range(number * n, (number + 1) * n), merged=shape.validation_rows) as step:
+                out = model(rows[:, :-1])
+                # Split, not sliced: the backward of a slice fills all other rows with zeros.
+                ours, theirs = getattr(out, "logits", out).split([n, shape.validation_rows])
+                step.merge(_loss_of(ours, rows[:n]), _loss_of(theirs, rows[n:])).backward()
+                _update(shape, model, optimizer)
+
+        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
+
+    return make
+
+
+def _loss_of(logits: Tensor, rows: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
 def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
     """One backward per sample, SGD scores by dot products with the validation gradient."""
     model = shape.build()
@@ -148,10 +175,17 @@ def entries(shape: Shape) -> list[Entry]:
         Entry("plain", plain(lambda s: s.batch)),
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
         *_ours(shape),
+        *_merged(shape),
         *(Entry(f"{credit} credit", scored(None, None, "auto", credit)) for credit in CREDITS if credit not in ("auto", "step")),
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
     ]
+
+
+def _merged(shape: Shape) -> list[Entry]:
+    """Return the lines of the merged pass; gram is for one gain per tensor."""
+    lines = [Entry("first+sgd merged", merged("sgd")), Entry("first+sgd merged gram", merged("sgd", "gram"))]
+    return lines if shape.optimizer == "sgd" else [*lines, Entry("first+frozen merged", merged("frozen"))]
 
 
 def _ours(shape: Shape) -> list[Entry]:

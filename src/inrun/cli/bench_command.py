@@ -17,6 +17,7 @@ Examples:
   inrun bench                                    GPT of width 256 with AdamW
   inrun bench --optimizer sgd --no-clip
   inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 5
+  inrun bench --tune --context 64                which form each layer would take, and which is fastest here
   inrun bench --model llama --device cuda --dtype bfloat16 --json
 """
 )
@@ -37,9 +38,10 @@ Examples:
 @click.option("--slow-rounds", default=3, show_default=True, type=click.IntRange(0), help="Rounds of the slow rivals.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Only contestants whose name contains this (repeatable).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (default: torch's own choice).")
+@click.option("--tune", is_flag=True, help="Time every form of every layer shape, beside what the cost model would take.")
 @JSON
 def bench(
-    clip: bool, rounds: int, slow_rounds: int, only: tuple[str, ...], threads: int | None, as_json: bool, **options: Any
+    clip: bool, rounds: int, slow_rounds: int, only: tuple[str, ...], threads: int | None, tune: bool, as_json: bool, **options: Any
 ) -> None:
     """Measure throughput and memory of scoring beside plain training, on your machine and shape.
 
@@ -57,14 +59,35 @@ def bench(
     if threads:
         torch.set_num_threads(threads)
     shape = Shape(clip=1.0 if clip else None, **options)
+    if tune:
+        _tune(shape, rounds, as_json)
+        return
     contestants = [e for e in entries(shape) if slow_rounds or not e.slow]
     if only:
         contestants = [e for e in contestants if e.name in ("plain", "limit") or any(part in e.name for part in only)]
     with progress() as tell:
         results = measure(shape, contestants, rounds, slow_rounds, tell)
     if as_json:
-        about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "inrun": __version__}
-        rows = [r.as_dict() for r in results]
-        click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))
+        _print_json(shape, rounds, [r.as_dict() for r in results])
     else:
         print_table(shape, results, rounds)
+
+
+def _tune(shape: Any, rounds: int, as_json: bool) -> None:
+    from inrun.bench.tune import tune
+    from inrun.cli.bench_table import print_forms
+    from inrun.cli.progress import progress
+
+    with progress() as tell:
+        found = tune(shape, rounds, tell)
+    if as_json:
+        _print_json(shape, rounds, [x.as_dict() for x in found])
+    else:
+        print_forms(shape, found, rounds)
+
+
+def _print_json(shape: Any, rounds: int, rows: list[dict[str, Any]]) -> None:
+    import torch
+
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "inrun": __version__}
+    click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))

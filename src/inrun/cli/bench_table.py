@@ -7,6 +7,29 @@ from rich.table import Table
 
 from inrun.bench.measure import Result
 from inrun.bench.shape import Shape
+from inrun.bench.tune import Tuned
+
+
+def print_forms(shape: Shape, found: list[Tuned], rounds: int) -> None:
+    """Print one row per layer shape and kind of pass."""
+    title = (
+        f"{shape.model}, {shape.context} positions, batch {shape.batch} + {shape.validation_rows}, {shape.device} {shape.dtype}; "
+        f"best of {rounds}, weight gradient included"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("pass", "weight", "layers"):
+        table.add_column(name)
+    forms = ("shared", "project", "gram")
+    for name in ("gradient alone", *forms):
+        table.add_column(name, justify="right")
+    for name in ("cost model", "fastest", "lost per step"):
+        table.add_column(name)
+    for x in found:
+        times = [f"{x.milliseconds[form]:.2f} ms" if form in x.milliseconds else "" for form in forms]
+        lost = "" if x.model == x.fastest else f"{x.lost * x.layers:.2f} ms"
+        weight = f"{x.rows} x {x.columns}"
+        table.add_row(x.kind, weight, str(x.layers), f"{x.alone:.2f} ms", *times, x.model, x.fastest, lost)
+    Console(width=max(Console().width, 120)).print(table)
 
 
 def print_table(shape: Shape, results: list[Result], rounds: int) -> None:

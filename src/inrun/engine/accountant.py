@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,8 @@ class Accountant:
         model: The module whose forward you call.
         optimizer: Its optimizer, or a list of optimizers.
         validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the
-            step number too. A vector of m losses asks for per-point contributions ``[n, m]``.
+            step number too. A vector of m losses asks for per-point contributions ``[n, m]``. None where the validation rows are
+            part of the batches (``step(ids, merged=m)``).
         credit: "whole" (what a use did over all later steps, through the optimizer's memory: the samples' credits add up to the
             fall of the loss), "step" (what it did in its own step), "auto" (whole where the optimizers allow it and neither
             ``method`` nor ``update`` is given).
@@ -77,7 +78,8 @@ class Accountant:
         refresh: Reuse the validation gradient for this many steps.
         bitwise: Leave every weight gradient to the framework, so that training is bit for bit the same.
         form: How layers contract: "shared" (weight gradient and contraction from the same products), "project" (one
-            more product, the weight gradient stays the framework's), "auto" (by cost).
+            more product, the weight gradient stays the framework's), "gram" (merged steps: products of positions with positions,
+            no validation gradient is formed), "auto" (by cost).
         validation_mode: "eval" (default) or "train": the mode the model is in during validation passes.
         check_rows: Verify, by exchanging a sample, that rows belong to samples: at the first step, on new shapes, on audited
             steps and now and then.
@@ -89,6 +91,9 @@ class Accountant:
             differentiated twice; on a small GPT exact to about 0.1 % in float32).
         deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
             steps; None for no limit. What is needed is said at the first step; more than allowed raises.
+        extra: What ``last`` tells of every sample beside its contribution: "norm" (``last.norms``: of its part of the gradient, as
+            the optimizers used it) and "cosine" (``last.cosines``: with the validation gradient; methods "first" and "lookahead").
+            Not written to the ledger.
         about: What ``run.json`` of a new ledger says beside method, model and coverage (plain data).
     """
 
@@ -96,7 +101,7 @@ class Accountant:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        validation: Loss | Mapping[str, Loss],
+        validation: Loss | Mapping[str, Loss] | None = None,
         *,
         method: str | None = None,
         update: str | None = None,
@@ -113,6 +118,7 @@ class Accountant:
         quadrature: str | None = None,
         hessian: str = "double",
         deferred_memory: int | str | None = None,
+        extra: Iterable[str] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         """Attach to the model and its optimizers; :meth:`close` detaches."""
@@ -138,6 +144,7 @@ class Accountant:
             quadrature=quadrature,
             hessian=hessian,
             deferred_memory=deferred_memory,
+            extra=extra,
         )
         self._run = Run(self._setup, Schedule(audit_every))
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
@@ -160,14 +167,20 @@ class Accountant:
 
     # Steps
 
-    def step(self, ids: Any = None) -> Step:
+    def step(self, ids: Any = None, *, merged: int | None = None, points: bool = False) -> Step:
         """Observe one optimizer step: ``with accountant.step(ids):`` around forward, backward and optimizer.step().
 
         ``ids`` are integers, one per batch row, or one per position ``[n, t]`` where rows hold several documents that do not see
         each other (−1 for padding; every run of an id in a row is one use of that document). Without ids, open
         ``step.microbatch(ids)`` around each backward.
+
+        ``merged=m`` (of an accountant without ``validation=``): the batch has m more rows than there are ids, at its end, and they
+        are validation rows. The loss is train_loss(rows :n) + validation_loss(rows n:), each with a mean of its own (or
+        ``step.merge(train_loss, validation_loss)``, which sees more), and one forward and backward serve both; ``.grad`` gets the
+        training rows' gradient. ``points=True`` gives every validation row a column: validation_loss is then the *sum* of the rows'
+        own losses (``step.merge`` takes them as a vector).
         """
-        return Step(self._run, ids, self._begin_step, self._finish_step)
+        return Step(self._run, ids, self._begin_step, self._finish_step, merged, points)
 
     def _begin_step(self) -> None:
         if not self._detach.alive:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from inrun.engine.checks.documents import DocumentCheck
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
+from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
@@ -59,6 +60,8 @@ class Capture:
             for site in sites:
                 if site.rule.reads:
                     site.fall_back()  # where parameters meet the samples must be seen
+        #: Modules that were seen to run more than once in a forward.
+        self.repeated: set[Site] = set()
         self._paused = False
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
@@ -135,6 +138,13 @@ class Capture:
                         "ids per position (packed documents) are scored in models that are not compiled; leave torch.compile out, "
                         "or give one id per row"
                     )
+                if micro.extras is not None:
+                    raise StepError("extra= is told of models that are not compiled; leave torch.compile out, or extra=")
+                if isinstance(micro, MergedMicrobatch):
+                    raise StepError(
+                        "merged steps score models that are not compiled; leave torch.compile out, or give the Accountant "
+                        "validation= and open steps without merged="
+                    )
                 self.plan.prepare(micro, (args, kwargs), self.model.training, self._run_recorded)
         self._depth += 1
         return True
@@ -181,6 +191,8 @@ class Capture:
                 return run_eagerly(self.model, *args, **kwargs)
         finally:
             recorder.close()
+            if isinstance(recorder, Recorder):
+                self.repeated |= recorder.repeated()
             self._recorder = before
 
     # One call
@@ -240,6 +252,8 @@ class Capture:
         layout = self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
         turn = layout if layout in TURNED else ""
         constants = rule.constants(module)
+        if isinstance(micro, MergedMicrobatch):
+            return micro.score(site, constants, inputs, layout, original, args, kwargs)
         packing = None
         if micro.documents is not None:
             packing = micro.documents.packing

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
 from inrun.layers import Ask, GradientShape, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
 from inrun.torch_private import current_backward, version_of
+
+if TYPE_CHECKING:
+    from inrun.engine.extras import Extras
 
 
 @dataclass
@@ -214,6 +217,8 @@ class Microbatch:
         self.backwards: dict[nn.Parameter, set[int]] = {}
         #: Parameters whose gradient came through tensors of less than single precision.
         self.coarse: dict[nn.Parameter, torch.dtype] = {}
+        #: What is asked for beside contributions.
+        self.extras: Extras | None = None
         self._self = weakref.ref(self)
         #: The one number that leaves of a kind are made of.
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -243,7 +248,12 @@ class Microbatch:
             zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
         return zero.expand(shape).requires_grad_()
 
-    def _watched(self, made: Tensor, scored: tuple[Scored, ...], waiting: Waiting | None = None, place: int = 0) -> Tensor:
+    def leaf(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a probe."""
+        return self._leaf(shape, dtype, self.device)
+
+    def watched(self, made: Tensor, scored: tuple[Scored, ...], waiting: Waiting | None = None, place: int = 0) -> Tensor:
+        """Note what arrives in a probe."""
         # Weakly: a leaf that held what holds it could not be freed, nor what arrived in it.
         held = None if waiting is None else weakref.ref(waiting)
         made.register_post_accumulate_grad_hook(functools.partial(_arrive, self._self, self.flag, scored, held, place))
@@ -253,7 +263,7 @@ class Microbatch:
         leaves = self.row_sums if by_rows else self.sums
         if s not in leaves:
             shape = (self.n, self.columns, s.parameter.shape[0]) if by_rows else (self.n, self.columns)
-            leaves[s] = self._watched(self._leaf(shape, self.dtype, self.device), (s,))
+            leaves[s] = self.watched(self._leaf(shape, self.dtype, self.device), (s,))
         return leaves[s]
 
     def ask(
@@ -270,7 +280,12 @@ class Microbatch:
         for name, s in site.active().items():
             if only not in (None, name):
                 continue
-            if self.directions.is_zero(s) or not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
+            if not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
+                continue
+            if self.extras is not None:
+                more = self.extras.ask(self, site, name, constants, inputs, dtype)
+                asks, directions, probes = asks + more[0], directions + more[1], probes + more[2]
+            if self.directions.is_zero(s):
                 continue
             if dtype.itemsize < 4:
                 self.coarse[s.parameter] = dtype
@@ -292,7 +307,7 @@ class Microbatch:
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
-            kind, parts = self._kept_as(site, constants, name, s.parameter, inputs, dtype)
+            kind, parts = self.kept_as(site, constants, name, s.parameter, inputs, dtype)
             key = (s, *parts[0])
             if kind.summable and key in self._formed:
                 leaves = self._formed[key].leaves
@@ -301,7 +316,7 @@ class Microbatch:
                 leaves = [self._leaf(*part, self.device) for part in parts]
                 waiting = Kept(s, site, constants, kind, leaves, self.documents)
                 for place, x in enumerate(leaves):
-                    self._watched(x, (s,), waiting, place)
+                    self.watched(x, (s,), waiting, place)
                 self.kept.append(waiting)
                 if kind.summable:
                     self._formed[key] = waiting
@@ -313,9 +328,10 @@ class Microbatch:
             probes.append(self.nobody)
         return tuple(asks), [*directions, *probes], buffers
 
-    def _kept_as(
+    def kept_as(
         self, site: Site, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[type[GradientShape], Parts]:
+        """Tell as which shape and tensors the gradients of a parameter are kept."""
         if self.documents is None:
             return site.rule.kept_as(constants, name, parameter, inputs, dtype, self.n)
         return self.documents.packing.kept_as(site.rule, constants, name, parameter, inputs, dtype)
@@ -330,14 +346,14 @@ class Microbatch:
         leaves: list[Tensor] = []
         if len(parts) != 2:  # not only rows
             if s not in self.sketches:
-                self.sketches[s] = self._watched(self._leaf(*parts[0], self.device), (s,))
+                self.sketches[s] = self.watched(self._leaf(*parts[0], self.device), (s,))
             leaves.append(self.sketches[s])
             parts = parts[1:]
         if parts:
             made = [self._leaf(*part, self.device) for part in parts]
             waiting = KeptRows(s, site, made, self.documents)
             for place, x in enumerate(made):
-                self._watched(x, (s,), waiting, place)
+                self.watched(x, (s,), waiting, place)
             self.kept_rows.append(waiting)
             leaves += made
         return leaves
@@ -348,7 +364,7 @@ class Microbatch:
         leaves = [self._leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
         waiting = Replayed(site, names, call, leaves, self.documents)
         for place, x in enumerate(leaves):
-            self._watched(x, tuple(waiting.scored.values()), waiting, place)
+            self.watched(x, tuple(waiting.scored.values()), waiting, place)
         self.replays.append(waiting)
         return leaves
 

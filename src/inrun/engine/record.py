@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class StepResult:
     zero_gains: int
     #: Under whole credit: what was settled with this step, of uses of earlier steps.
     settled: tuple[SettledCredits, ...] = ()
+    #: With ``extra="norm"``: the norm of each sample's part of the gradient that the optimizers used, ``[n]``.
+    norms: Tensor | None = None
+    #: With ``extra="cosine"``: its cosine with the validation gradient, per set ``[n]``, or ``[n, m]`` for points or folds.
+    cosines: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class FinishedStep:
     #: Under whole credit: the books of the step, and what was settled with it.
     books: WholeBooks | None = None
     settled: tuple[SettledCredits, ...] = ()
+    #: Norms ``[n]`` and cosines ``[n, k]``, where they were asked for.
+    extra: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def reason(self) -> str | None:
@@ -117,7 +123,17 @@ class FinishedStep:
             expected_bytes=self.expected_bytes,
             zero_gains=self.zero_gains,
             settled=self.settled,
+            norms=None if self.extra is None else self.extra[0],
+            cosines=self._cosines(),
         )
+
+    def _cosines(self) -> dict[str, Tensor]:
+        found = None if self.extra is None else self.extra[1]
+        if found is None:
+            return {}
+        return {
+            name: found[:, js] if self.columns[js[0]].point is not None else found[:, js[0]] for name, js in self.by_set().items()
+        }
 
     def record(self) -> StepRecord:
         """Return the rows of the ledger: one column per validation set, point or fold."""

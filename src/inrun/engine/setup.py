@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,12 @@ from inrun.engine.checks.coverage import Coverage, CoverageRow
 from inrun.engine.credit.choice import resolve_credit
 from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
+from inrun.engine.extras import check_extra
+from inrun.engine.no_validation import NoValidation
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
+from inrun.layers.forms import FORMS
 from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 from inrun.torch_private import buffers_written_silently, uncompiled
@@ -59,6 +62,10 @@ class Setup:
     groups: int
     #: Whole credit, as it is kept; None for the step game.
     credit: CreditPlan | None = None
+    #: Steps are merged: validation rows are part of their batches, and there are no validation callables.
+    merges: bool = False
+    #: What steps tell beside contributions.
+    extra: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -110,6 +117,7 @@ class Setup:
             **({} if self.credit is None else {"credit_memory": "exact" if self.credit.exact else "sketch"}),
             **({} if self.credit is None or self.credit.exact else {"sketch": self.credit.sketch}),
             "validation": self.validation.names,
+            **({"merged": True} if self.merges else {}),
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "model": type(self.model).__name__,
             "parameters": sum(s.parameter.numel() for s in self.scored),
@@ -119,6 +127,13 @@ class Setup:
         """Say once what the user should know before training."""
         if self.foreign:
             log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self.foreign))
+        dropping = [n for n, m in self.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training]
+        if self.merges and dropping:
+            log.warning(
+                "inrun: dropout in training mode (%s) also drops in the validation rows of merged steps, and draws other numbers "
+                "than without them; give validation= for losses without dropout",
+                ", ".join(dropping[:3]),
+            )
         slow = [site.title for site in self.sites if site.rule.replays]
         if slow:
             log.warning("inrun: no rule for %s; each runs its forward once more per backward (see coverage)", ", ".join(slow))
@@ -135,7 +150,7 @@ class Setup:
 def make_setup(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    validation: Loss | Mapping[str, Loss],
+    validation: Loss | Mapping[str, Loss] | None,
     *,
     method: str | None,
     update: str | None,
@@ -150,6 +165,7 @@ def make_setup(
     quadrature: str | None,
     hessian: str,
     deferred_memory: int | str | None,
+    extra: Iterable[str],
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
     called, model = model, uncompiled(model)
@@ -159,6 +175,8 @@ def make_setup(
     if update != "sgd":
         _check_precision(optimizers)
     check_count("refresh", refresh, 1)
+    if validation is None:
+        method, credit = _merged_options(method, credit, refresh, bitwise)
     if credit == "auto" and refresh > 1:
         credit = "step"  # whole credit takes its own gradient at every move
     game = resolve_credit(credit, method, update, optimizers, exact=credit_memory == "exact")
@@ -174,21 +192,22 @@ def make_setup(
         raise ConfigurationError(f'refresh={refresh} reuses validation gradients; credit="whole" takes its own at every move')
     if refresh > 1 and chosen.deferred:
         raise ConfigurationError(f'refresh={refresh} reuses validation gradients; method="{method}" takes its own at every move')
-    if form not in ("auto", "shared", "project"):
-        raise ConfigurationError(f"form is {form!r}; accepted are auto, shared and project")
+    _check_form(form, validation is None and all(rule.linear for rule in rules))
     if bitwise and form == "shared":
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
-    sets = Validation(model, called, validation, validation_mode)
+    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
+    sites = find_sites(model, by_parameter)
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(
         model=model,
         called=called,
         optimizers=optimizers,
         scored=list(by_parameter.values()),
-        sites=find_sites(model, by_parameter),
+        sites=sites,
+        extra=check_extra(extra, plan is None and not chosen.deferred, validation is None, sites),
         foreign=frozenset(in_groups - set(by_parameter)),
         validation=sets,
         method=chosen,
@@ -196,6 +215,7 @@ def make_setup(
         rules=rules,
         real_rules=_real_rules(optimizers) if resolved == "sgd" else rules,
         credit=plan,
+        merges=validation is None,
         timing=_timing_of(plan)
         if plan is not None
         else Timing.AT_STEP
@@ -209,6 +229,33 @@ def make_setup(
         check_rows=check_rows,
         groups=sum(len(o.param_groups) for o in optimizers),
     )
+
+
+def _merged_options(method: str | None, credit: str, refresh: int, bitwise: bool) -> tuple[str, str]:
+    """Return method and credit of a run without validation callables; raise for what one pass over both rows cannot give."""
+    wanted = {
+        'credit="whole"': credit == "whole",
+        f'method="{method}"': method not in (None, "first"),
+        f"refresh={refresh}": refresh > 1,
+        "bitwise=True": bitwise,
+    }
+    refused = [what for what, is_asked in wanted.items() if is_asked]
+    if refused:
+        raise ConfigurationError(
+            f"{', '.join(refused)} without validation=: a merged step has the validation gradient at its own weights, once, inside "
+            'its backward (method="first", credit="step"). Give validation= for anything else.'
+        )
+    return "first", "step"
+
+
+def _check_form(form: str, can_gram: bool) -> None:
+    if form not in ("auto", *FORMS):
+        raise ConfigurationError(f"form is {form!r}; accepted are auto, {', '.join(FORMS)}")
+    if form == "gram" and not can_gram:
+        raise ConfigurationError(
+            'form="gram" contracts training rows with validation rows of the same pass, with one gain for the whole tensor: it is '
+            'for merged steps (no validation=) with update="sgd" or an optimizer of the SGD family. Take form="auto".'
+        )
 
 
 def _timing_of(plan: CreditPlan) -> Timing:

@@ -21,13 +21,16 @@ from inrun.engine.accounts import Losses
 from inrun.engine.adaptive import StepRefinement
 from inrun.engine.capture import Occasion
 from inrun.engine.checks.gradients import GradientWatch
+from inrun.engine.checks.merged import check_merged_model, check_merged_step, check_scored, check_split
 from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.settlement import WholeDirections, WholeSettlement
 from inrun.engine.directions import Asks, Directions, Timing
 from inrun.engine.documents import Documents
+from inrun.engine.extras import Extras
 from inrun.engine.factors import Factors
 from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
+from inrun.engine.merged import MergedDirections, MergedMicrobatch
 from inrun.engine.microbatch import Allowance, Microbatch
 from inrun.engine.record import FinishedStep
 from inrun.engine.run import OpenStep, Run
@@ -36,7 +39,7 @@ from inrun.engine.settling import Settling
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
-from inrun.errors import StepError
+from inrun.errors import StepError, ValidationError
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits, Skip
 from inrun.torch_private import current_backward
@@ -48,8 +51,15 @@ Finish = Callable[[FinishedStep, StepLook, list[Scored] | None], None]
 class Step(OpenStep):
     """A context manager around one optimizer step. Made by :meth:`inrun.Accountant.step`."""
 
-    def __init__(self, run: Run, ids: Any, begin: Callable[[], None], finish: Finish) -> None:
-        """``ids`` opens one microbatch for the whole step; None leaves that to :meth:`microbatch`."""
+    def __init__(
+        self, run: Run, ids: Any, begin: Callable[[], None], finish: Finish, merged: int | None = None, points: bool = False
+    ) -> None:
+        """``ids`` opens one microbatch for the whole step; None leaves that to :meth:`microbatch`.
+
+        ``merged`` are the rows of validation at the end of the batch, ``points`` gives each a column of its own.
+        """
+        check_merged_step(run.setup, ids, merged, points)
+        self.merged, self.merged_points = merged, points
         self.run, self.setup, self._begin_run, self._finish_run = run, run.setup, begin, finish
         self.given_ids = None if ids is None else check_ids(ids)
         self.number = run.steps_done
@@ -72,6 +82,7 @@ class Step(OpenStep):
         #: Parameters that the optimizers moved, known when they step.
         self.moved: list[Scored] | None = None
         self.whole: WholeSettlement | None = None
+        self.extras: Extras | None = None
 
     # Entering and leaving
 
@@ -83,14 +94,20 @@ class Step(OpenStep):
         self.number = run.steps_done
         try:
             self.audited = self.measured = run.audits.due(self.number)
+            self.measured = self.measured and self.merged is None  # there is nothing to measure losses with
             self.watch = GradientWatch(setup.scored)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
             self.path = UpdatePath(setup.scored, setup.rules, setup.update, run.buffers)
             self.look = StepLook(setup.validation, self.path, run.capture, self.number, run.moved, run.hessian_checked)
-            if run.credit is None:
+            if self.merged is not None:
+                self._begin_merged(self.merged)
+            elif run.credit is None:
                 self._begin_step_game()
             else:
                 self._begin_whole_credit(run.credit)
+            if setup.extra:
+                raw = self.directions if run.credit is None else None
+                self.extras = Extras(setup.extra, raw, run.capture.repeated)
             if self.given_ids is not None:
                 self._open(self.given_ids)
         except BaseException:
@@ -112,16 +129,29 @@ class Step(OpenStep):
             self.watch.close()
         for micro in self.microbatches:
             micro.release()
+        if self.extras is not None:
+            self.extras.release()
         self.microbatches = []
 
     def _begin_step_game(self) -> None:
         run, setup = self.run, self.setup
-        self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw=setup.refresh > 1)
+        keep_raw = setup.refresh > 1 or "cosine" in setup.extra
+        self.directions = Directions(self.path, setup.optimizers, setup.timing, run.history, keep_raw)
         self.asks: Asks = self.directions
         self.factors = Factors(setup, self.watch, self.directions)
         self.settlement: Settling = Settlement(setup, self.directions, self.factors, self.number, run.capture.paused)
         if not setup.method.deferred:
             self._take_gradients_before()
+
+    def _begin_merged(self, rows: int) -> None:
+        run, setup = self.run, self.setup
+        check_merged_model(setup)
+        self.columns = [Label("validation", j if self.merged_points else None) for j in range(rows if self.merged_points else 1)]
+        self.directions = MergedDirections(self.path, setup.optimizers, setup.timing, run.history, keep_raw=False)
+        self.directions.prepare(count=self.audited)
+        self.asks = self.directions
+        self.factors = Factors(setup, self.watch, self.directions)
+        self.settlement = Settlement(setup, self.directions, self.factors, self.number, run.capture.paused)
 
     def _begin_whole_credit(self, credit: WholeCredit) -> None:
         run, setup = self.run, self.setup
@@ -201,19 +231,50 @@ class Step(OpenStep):
         if self.settlement.begun:
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         setup, run = self.setup, self.run
-        micro = Microbatch(
-            ids if ids.dim() == 1 else Documents(ids, setup.device),
-            self.asks,
-            max(len(self.columns), 1),
-            setup.probe_dtype,
-            setup.device,
-            run.buffers,
-            self.allowance,
-            run.flag,
-        )
+        samples = ids if ids.dim() == 1 else Documents(ids, setup.device)
+        columns = max(len(self.columns), 1)
+        common = (samples, self.asks, columns, setup.probe_dtype, setup.device, run.buffers, self.allowance, run.flag)
+        micro = Microbatch(*common) if self.merged is None else self._open_merged(self.merged, common)
+        micro.extras = self.extras
         self.microbatches.append(micro)
         run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
         return micro
+
+    def _open_merged(self, rows: int, common: tuple[Any, ...]) -> MergedMicrobatch:
+        if isinstance(common[0], Documents):
+            raise StepError("ids per position in a merged step: packed documents need validation=, and steps without merged=")
+        checked = self.audited or self.watch.hooked or self.run.last is None
+        form, repeated = self.setup.form, self.run.capture.repeated
+        micro = MergedMicrobatch(
+            *common, validation_rows=rows, points=self.merged_points, form=form, checked=checked, repeated=repeated
+        )
+        if checked:
+            micro.watch_outputs(self.setup.model)
+        return micro
+
+    def merge(self, train_loss: Tensor, validation_loss: Tensor) -> Tensor:
+        """Return the loss of a merged step, train_loss + validation_loss; optional, and better than adding them up yourself.
+
+        The accounts then know the validation loss, a loss scaler is told apart from it, and on audited steps each loss is seen to
+        be made of its own rows. With ``points=True`` give one loss per validation row, ``[m]``.
+        """
+        micro = self.microbatches[-1] if self.microbatches else None
+        if not isinstance(micro, MergedMicrobatch):
+            raise StepError("merge() adds up the losses of a merged step; open it with accountant.step(ids, merged=m)")
+        wanted = (micro.m,) if micro.points else ()
+        if train_loss.dim() != 0 or validation_loss.shape != wanted:
+            raise ValidationError(
+                f"merge() got losses of shapes {tuple(train_loss.shape)} and {tuple(validation_loss.shape)}; it takes a scalar, "
+                f"and {'one loss per validation row' if micro.points else 'a scalar'} of shape {wanted}"
+            )
+        if micro.checked:
+            check_split(train_loss, validation_loss, micro.outputs, micro.n)
+        self.losses = self.places.before = validation_loss.detach().reshape(-1).double().cpu()
+        if not bool(torch.isfinite(self.losses).all()):
+            self._skip(Skip.VALIDATION_LOSS, str(self.losses.tolist()))
+        part = validation_loss.sum()
+        micro.watch_root(part)
+        return train_loss + part
 
     def expected_bytes(self) -> tuple[int, int]:
         """Return what is kept until the optimizer steps, as the forwards tell, and for how many rows."""
@@ -314,6 +375,9 @@ class Step(OpenStep):
             self._complete_whole(self.whole)
             return
         assert isinstance(self.settlement, Settlement)
+        for micro in self.microbatches:
+            if isinstance(micro, MergedMicrobatch):
+                micro.settle()
         if self.setup.timing is not Timing.BEFORE:
             self.factors.measure_all()
         if self.setup.timing is Timing.AT_STEP:
@@ -398,6 +462,8 @@ class Step(OpenStep):
             self.skipped, self._details = Skip.NO_STEP, ""
         elif not bool(torch.isfinite(contributions).all()):
             self._skip(Skip.CONTRIBUTIONS)
+        elif self.merged is not None and self.skipped is None:
+            check_scored(contributions, self.merged)
         self._record(contributions, self._commit())
 
     def _commit(self) -> list[SettledCredits]:
@@ -437,5 +503,6 @@ class Step(OpenStep):
             points=self.points,
             books=None if self.whole is None else self.whole.books,
             settled=tuple(settled),
+            extra=None if self.extras is None or self.skipped else self.extras.tell(self.microbatches, self.factors.clips()),
         )
         self._finish_run(finished, self.look, setup.scored if self.skipped else self.moved)

@@ -3,6 +3,7 @@
 from inrun.layers import bilinear, channels, convolution, embedding, linear, norm, recurrent  # noqa: F401 - importing registers the rules
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
+from inrun.layers.merged import Merged, MergedAsk, MergedCall
 from inrun.layers.opaque import OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
 from inrun.layers.reads import ReadRule
@@ -20,6 +21,9 @@ __all__ = [
     "LayerRule",
     "Layout",
     "LookUp",
+    "Merged",
+    "MergedAsk",
+    "MergedCall",
     "Outer",
     "Output",
     "Owned",

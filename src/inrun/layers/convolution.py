@@ -114,6 +114,12 @@ class Convolved(GradientShape):
         """Add up over the images of each sample."""
         return z if len(z) == self.n else z.reshape(self.n, -1, *z.shape[1:]).sum(1)
 
+    def samples(self, first: int, end: int) -> GradientShape:
+        """The images of some samples."""
+        each = len(self.x) // max(self.n, 1)
+        some = slice(first * each, end * each)
+        return Convolved(self.x[some], self.b[some], end - first, self.geometry)
+
     def contract(self, v: Tensor) -> Tensor:
         """*Project*: ⟨b_n, conv(x_n; v)⟩."""
         x, b = self.x.to(v.dtype), self.b.to(v.dtype).reshape(self.n, -1)

@@ -11,23 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inrun.layers.forms import Contraction
 from inrun.layers.layout import by_sample, sum_positions
 from inrun.layers.registry import LayerRule, Owner, register, register_finder
 from inrun.layers.shapes import Formed, GradientShape, Outer, Parts
 
-#: Floating-point operations a device does while it moves one byte, for the choice of the form.
-FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 60.0}
-
 
 def shared_is_cheaper(t: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Choose the form of one layer: per entry of the weight and sample, shared moves bytes, project multiplies.
-
-    Shared reads the running sum and v once more; project does 2t operations.
-    Deterministic in shape, dtype and device, so that a resumed run rounds the same way.
-    """
-    shared_bytes = 3.0 * dtype.itemsize
-    project_flops = 2.0 * t
-    return project_flops > shared_bytes * FLOPS_PER_BYTE.get(device.type, FLOPS_PER_BYTE["cuda"])
+    """Choose the form of one layer whose direction is known: n, p and q are factors of both costs (``forms.py``)."""
+    return Contraction(1, t, 1, 1).cheapest(("shared", "project"), dtype, device.type) == "shared"
 
 
 def positions(a: Tensor, n: int) -> int:
@@ -93,6 +85,10 @@ class LinearRule(LayerRule):
         (p, q), a = parameter.shape, inputs[0]
         dtypes = (a.dtype, dtype) if self.transposed else (dtype, a.dtype)
         return Outer.kept_as(n, positions(a, n), p, q, dtypes)
+
+    def grams(self, name: str) -> bool:
+        """The weight's gradients are outer products."""
+        return name == "weight"
 
     def rows_are_classes(self, name: str, parameter: Tensor) -> bool:
         """A weight with more than four outputs per input is taken for an output vocabulary."""

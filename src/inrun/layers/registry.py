@@ -138,6 +138,10 @@ class LayerRule:
     def note_rows(self, argument: int) -> None:
         """Take note that an argument was seen to have one row per sample (rules that replay)."""
 
+    def grams(self, name: str) -> bool:
+        """Whether a parameter's gradients are outer products, whose inner products need no gradient (*gram*)."""
+        return False
+
     def rows_are_classes(self, name: str, parameter: Tensor) -> bool:
         """Whether the parameter has one row per class or word, of which a batch touches few (an output vocabulary)."""
         return False

@@ -17,7 +17,7 @@ keep       as the shape tells         the parts of the gradient shape (formed on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from inrun.layers.packed import Packing
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.sketch import SketchPlan
+from inrun.layers.squares import squares
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Ask:
     contracts: bool = True
     #: Sketch the gradients, too.
     sketch: SketchPlan | None = None
+    #: Asked for beside the contraction: kept or contracted once more, or (neither) the squared norms ``[n]``.
+    extra: bool = False
 
     @property
     def has_own_probes(self) -> bool:
@@ -156,6 +159,9 @@ def gradients_for_probes(
     remaining = iter(given[call.places :])
     for ask in call.asks:
         shape = shapes[ask.name]
+        if ask.extra:
+            leaving += _extra(ask, shape, remaining)
+            continue
         if ask.kept_as is not None:
             kept = shape.keep(ask.kept_as, buffers.get(ask.name))
             # New tensor objects: autograd then takes them over as they are instead of copying.
@@ -181,6 +187,13 @@ def gradients_for_probes(
     if want_totals:
         totals |= {name: shape.total() for name, shape in shapes.items() if name not in totals}
     return totals, leaving
+
+
+def _extra(ask: Ask, shape: GradientShape, given: Iterator[Tensor]) -> list[Tensor]:
+    """Return what is asked for beside the contraction of a parameter."""
+    if ask.kept_as is not None:
+        return [part.detach() for part in shape.keep(ask.kept_as).parts()]
+    return [shape.contract(next(given)) if ask.contracts else squares(shape)]
 
 
 class Owned(torch.autograd.Function):

@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from inrun.errors import CoverageError
 from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
 from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
@@ -54,6 +55,10 @@ class GradientShape:
     def contract_touched(self, rows: Tensor, v: Tensor) -> Tensor:
         """Contract with directions given for the ``rows`` alone, ``[k, r, ...]``."""
         raise NotImplementedError(f"{type(self).__name__} touches every row")
+
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Return the gradients of some samples, without a copy."""
+        raise CoverageError(f"gradients of the shape {type(self).__name__} are not told apart into training and validation rows")
 
     def form(self) -> Tensor:
         """Return g_n, ``[n, *shape]``; large, for sketches of what is small and for tests."""
@@ -120,9 +125,17 @@ class Formed(GradientShape):
         """Hold ``g``."""
         self.g = g
 
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some of them."""
+        return Formed(self.g[first:end])
+
     def contract(self, v: Tensor) -> Tensor:
         """One product per direction."""
         return dot_each(self.g, v)
+
+    def contract_by_rows(self, v: Tensor) -> Tensor:
+        """One product per direction and row."""
+        return contract_formed(self.g.to(v.dtype), v, by_rows=True)
 
     def total(self) -> Tensor:
         """Add them up: a product with ones reads large ones at the speed of memory, which a sum over n does not."""
@@ -151,6 +164,10 @@ class Outer(GradientShape):
     def __init__(self, x: Tensor, y: Tensor) -> None:
         """Hold both factors."""
         self.x, self.y = x, y
+
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some rows of both factors."""
+        return Outer(self.x[first:end], self.y[first:end])
 
     def contract(self, v: Tensor) -> Tensor:
         """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward."""
@@ -235,6 +252,10 @@ class LookUp(GradientShape):
         """Hold tokens and output gradients."""
         self.tokens, self.b, self.rows, self.padding = tokens, b, rows, padding
 
+    def samples(self, first: int, end: int) -> GradientShape:
+        """Some rows of tokens and output gradients."""
+        return LookUp(self.tokens[first:end], self.b[first:end], self.rows, self.padding)
+
     def _gather(self, places: Tensor, v: Tensor) -> Tensor:
         """Return Σ_t b_nt · v[place_nt], ``[n, k]``; padding counts nothing."""
         n = len(self.b)
@@ -269,18 +290,19 @@ class LookUp(GradientShape):
         """Gather from the given rows."""
         return self._gather(torch.searchsorted(rows, self.tokens.contiguous()), v)
 
-    def _unpadded(self) -> Tensor:
+    def unpadded(self) -> Tensor:
+        """Return the output gradients with 0 at the padding."""
         blank = None if self.padding is None else (self.tokens == self.padding).unsqueeze(-1)
         return self.b if blank is None else self.b.masked_fill(blank, 0.0)
 
     def total(self) -> Tensor:
         """Scatter the output gradients of all samples into one table."""
-        flat = self._unpadded().flatten(0, 1)
+        flat = self.unpadded().flatten(0, 1)
         return flat.new_zeros(self.rows, flat.shape[1]).index_add_(0, self.tokens.reshape(-1), flat)
 
     def form(self) -> Tensor:
         """Scatter the output gradients into one table per sample."""
-        b = self._unpadded()
+        b = self.unpadded()
         index = self.tokens.unsqueeze(-1).expand_as(b)
         return b.new_zeros(len(b), self.rows, b.shape[2]).scatter_add_(1, index, b)
 
@@ -293,7 +315,7 @@ class LookUp(GradientShape):
 
     def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
         """Keep the touched rows: weighted segment sums ``[n, t, J]``, and the tokens as bits."""
-        return rows_apart(self._unpadded(), self.tokens, signs, weights, plan), as_bits(self.tokens)
+        return rows_apart(self.unpadded(), self.tokens, signs, weights, plan), as_bits(self.tokens)
 
     @classmethod
     def sketch_parts(cls, plan: SketchPlan, n: int, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Parts:

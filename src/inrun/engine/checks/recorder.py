@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,13 @@ class Recorder:
     def close(self) -> None:
         """The forward has ended."""
         self.over = True
+
+    def repeated(self) -> set[Site]:
+        """Return the modules with a rule that were called more than once."""
+        called = [
+            entry.site for entry in self.entries if entry.site is not None and entry.output is None and entry.argument is None
+        ]
+        return {site for site, times in Counter(called).items() if times > 1}
 
     def note(self, site: Site, lead: Tensor) -> None:
         """Note what a call was given."""

@@ -1,0 +1,300 @@
+"""The merged pass of a step: the last m rows of the batch are validation rows, one forward and one backward serve both.
+
+``MergedMicrobatch`` asks every layer for contractions of its training rows with the gradient of its validation rows
+(``layers.merged``); ``MergedDirections`` knows the gains before the backward, and v = gain ∘ ∇ℓ only after it. What has more
+than one use in a forward, or waits for the real gradient (tables under Adam), is kept by the training rows and contracted when the
+optimizer steps, with the ∇ℓ that left the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.directions import Direction, Directions
+from inrun.engine.microbatch import Kept, Microbatch
+from inrun.engine.sites import Scored, Site
+from inrun.errors import StepError, ValidationError
+from inrun.layers import Layout, Merged, MergedAsk, MergedCall, nbytes_of
+from inrun.layers.forms import Contraction
+from inrun.layers.layout import TURNED
+from inrun.layers.trees import float_tensors
+from inrun.torch_private import current_backward, detached_parameters
+
+
+class MergedDirections(Directions):
+    """Gains before the backward; directions once the validation rows' gradient is there."""
+
+    #: By parameter: None where one number is the gain of all entries, and it is the direction's scale.
+    gains: dict[nn.Parameter, Tensor | None]
+
+    @torch.no_grad()
+    def prepare(self, count: bool) -> None:
+        """Make the gains that are known before the backward."""
+        self.gains = {}
+        self._options = [self._options_of(i) for i in range(len(self.optimizers))]
+        for s in self.scored:
+            rule, state, p = self.rules[s.optimizer], s.state, s.parameter
+            if self.timing.waits(rule) or (not rule.linear and (s.only_sparse or self._blank(s, rule, state, count))):
+                continue
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            ones = torch.ones((1, 1) if rule.linear else (1, *p.shape), dtype=dtype, device=p.device)
+            factor = rule.frozen(ones, p.detach(), s.group, state)
+            if factor is not None:
+                self.gains[p] = None if rule.linear else ones
+                self.streaming[p] = Direction(ones, factor)
+
+    def is_zero(self, s: Scored) -> bool:
+        """Which parameters the validation rows depend on is not known before the backward."""
+        return False
+
+    @torch.no_grad()
+    def receive(self, found: dict[Scored, Tensor], scale: float) -> None:
+        """Take ∇ℓ of the parameters whose own left the backward, times ``scale``, and make their directions."""
+        for s, gradient in found.items():
+            p = s.parameter
+            streamed = self.streaming.get(p)
+            if streamed is not None:
+                gain = self.gains[p]
+                v = gradient.clone() if gain is None else gradient * gain
+                self.streaming[p] = Direction(v, streamed.scale)
+        for p, streamed in self.streaming.items():
+            self.streaming[p] = Direction(streamed.v, streamed.scale / scale)
+        self.take([found[s] / scale if s in found else None for s in self.scored])
+
+
+class MergedMicrobatch(Microbatch):
+    """The probes of one merged forward and backward."""
+
+    def __init__(self, *common: Any, validation_rows: int, points: bool, form: str, checked: bool, repeated: set[Site]) -> None:
+        """``checked`` lets every ∇ℓ leave, for the checks of an audited step; ``repeated`` are modules called more than once."""
+        super().__init__(*common)
+        self.m, self.points, self.form, self.checked, self.repeated = validation_rows, points, form, checked, repeated
+        #: ∇ℓ arrives here, ``[k, *shape]``.
+        self.validation: dict[Scored, Tensor] = {}
+        #: Kept until ∇ℓ is whole, though the gain is known; and whether row by row.
+        self.postponed: list[tuple[Kept, bool]] = []
+        #: What the model returned in the running step: tensors with one row per sample.
+        self.outputs: list[Tensor] = []
+        #: The gradient of the loss at its validation part: what a loss scaler multiplied it by.
+        self.root: Tensor | None = None
+        self._called: set[Site] = set()
+        self._watching: Any = None
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the batch."""
+        return self.n + self.m
+
+    @property
+    def groups(self) -> int:
+        """Return the rows of the batch."""
+        return self.rows
+
+    def watch_outputs(self, model: nn.Module) -> None:
+        """Note what the model returns until the step is over, to see later which rows a loss is made of."""
+        mine = self._self
+
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            micro = mine()
+            if isinstance(micro, MergedMicrobatch):
+                micro.note_output(out)
+
+        self._watching = model.register_forward_hook(hook)
+
+    def note_output(self, out: Any) -> None:
+        """Note what the model returned, with gradient."""
+        self.outputs += [x for x in float_tensors(out) if x.dim() > 0 and x.shape[0] == self.rows and x.requires_grad]
+
+    def watch_root(self, part: Tensor) -> None:
+        """Note, in the backward, the gradient of the loss at its validation part."""
+        if part.requires_grad:
+            mine = self._self
+
+            def hook(root: Tensor) -> None:
+                micro = mine()
+                if isinstance(micro, MergedMicrobatch):
+                    micro.root = root.detach()
+
+            part.register_hook(hook)
+
+    # One call
+
+    def score(
+        self,
+        site: Site,
+        constants: Any,
+        inputs: tuple[Tensor, ...],
+        layout: Layout,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a layer with detached parameters, which get their gradient back from what follows it."""
+        names = tuple(name for name, s in site.active().items() if s.parameter.requires_grad)
+        if not names:
+            return original(*args, **kwargs)
+        self._note_call(site)
+        with detached_parameters(site.module, names):
+            out = original(*args, **kwargs)
+        expands, one = layout == "free", layout == "free" and inputs[0].shape[0] == 1
+        if expands:
+            inputs = tuple((x if one else x.unsqueeze(0)).expand(self.rows, *x.shape[1 if one else 0 :]) for x in inputs)
+        turn = layout if layout in TURNED else ""
+        asks, given, buffers = self._ask(site, names, constants, inputs, out.dtype)
+        call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, expands, one, turn)
+        parameters = [site.scored[name].parameter for name in names]
+        return Merged.apply(call, buffers, out, len(inputs), *inputs, *parameters, *given)
+
+    def _note_call(self, site: Site) -> None:
+        if current_backward() != -1:
+            return  # a segment that is recomputed
+        if site in self._called and site not in self.repeated:
+            self.repeated.add(site)
+            raise StepError(
+                f"{site.title} is used more than once in one forward, which no look at the model had shown; nothing was scored. "
+                "It is known now: leave the step, zero_grad(), and run it again."
+            )
+        self._called.add(site)
+
+    def _ask(
+        self, site: Site, names: tuple[str, ...], constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype
+    ) -> tuple[tuple[MergedAsk, ...], list[Tensor], dict[str, Tensor]]:
+        """Tell what is wanted of a call: asks, gains followed by probes, and memory for what is kept formed."""
+        directions = self.directions
+        assert isinstance(directions, MergedDirections)
+        asks: list[MergedAsk] = []
+        gains: list[Tensor] = []
+        probes: list[Tensor] = []
+        buffers: dict[str, Tensor] = {}
+        for name in names:
+            s = site.scored[name]
+            if dtype.itemsize < 4:
+                self.coarse[s.parameter] = dtype
+            streams = directions.stream(s, site.rule.sparse) is not None
+            several = len(s.uses) > 1 or site in self.repeated
+            by_rows = streams and directions.by_rows(s) and site.rule.rows_are_classes(name, s.parameter)
+            leaves = self.checked or several or not streams
+            if streams and not several:
+                gain = directions.gains[s.parameter]
+                form = self._form_of(site, s, name, inputs, dtype, gain is None and not by_rows)
+                asks.append(MergedAsk(name, form, by_rows, gain is not None, leaves=leaves))
+                gains += [] if gain is None else [gain]
+                probes.append(self._sum_leaf(s, by_rows))
+            else:
+                kind, leaves_of = self._keep(site, s, name, constants, inputs, dtype, streams, by_rows, buffers)
+                asks.append(MergedAsk(name, kept_as=kind, leaves=leaves))
+                probes += leaves_of
+            if leaves:
+                probes.append(self._validation_leaf(s))
+        return tuple(asks), [*gains, *probes], buffers
+
+    def _form_of(
+        self, site: Site, s: Scored, name: str, inputs: tuple[Tensor, ...], dtype: torch.dtype, constant_gain: bool
+    ) -> str:
+        """Choose how the training rows of a call are contracted; forms are named in ``coverage``."""
+        p, lead = s.parameter, inputs[0]
+        outer = p.dim() == 2 and site.rule.grams(name)
+        exact = {dtype, lead.dtype} <= {torch.float32, torch.float64} if lead.is_floating_point() else dtype.itemsize >= 4
+        allowed = {"project", *(["shared"] if exact else []), *(["gram"] if constant_gain and outer else [])}
+        if self.form in allowed:
+            form = self.form
+        elif not outer:
+            form = "shared" if exact else "project"
+        else:
+            t = lead.numel() // max(lead.shape[-1] * self.rows, 1)
+            sizes = Contraction(self.n, t, p.shape[0], p.shape[1], k=self.columns, m=self.m)
+            form = sizes.cheapest(allowed - ({"gram"} if self.form == "shared" else set()), lead.dtype, p.device.type)
+        site.note_form(f"merged {form}")
+        return form
+
+    def _keep(
+        self,
+        site: Site,
+        s: Scored,
+        name: str,
+        constants: Any,
+        inputs: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        postponed: bool,
+        by_rows: bool,
+        buffers: dict[str, Tensor],
+    ) -> tuple[Any, list[Tensor]]:
+        """Make the probes of training rows that are kept."""
+        site.note_form("merged kept")
+        training = tuple(x[: x.shape[0] // self.rows * self.n] for x in inputs)
+        kind, parts = site.rule.kept_as(constants, name, s.parameter, training, dtype, self.n)
+        key: Any = (s, *parts[0], postponed, by_rows)
+        if kind.summable and key in self._formed:
+            return kind, self._formed[key].leaves
+        self.allowance.take(nbytes_of(parts))
+        leaves = [self._leaf(*part, self.device) for part in parts]
+        waiting = Kept(s, site, constants, kind, leaves, None)
+        for place, x in enumerate(leaves):
+            self.watched(x, (s,), waiting, place)
+        if postponed:
+            self.postponed.append((waiting, by_rows))
+        else:
+            self.kept.append(waiting)
+        if kind.summable:
+            self._formed[key] = waiting
+            buffers[name] = self.buffers.next(s, *parts[0], self.device)
+        return kind, leaves
+
+    def _validation_leaf(self, s: Scored) -> Tensor:
+        if s not in self.validation:
+            p = s.parameter
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            self.validation[s] = self.watched(self._leaf((self.columns, *p.shape), dtype, self.device), (s,))
+        return self.validation[s]
+
+    # When the optimizer is about to step
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Hand ∇ℓ over to the directions, and contract what waited for it alone."""
+        directions = self.directions
+        assert isinstance(directions, MergedDirections)
+        if any(len(backwards) > 1 for backwards in self.backwards.values()):
+            raise StepError(
+                "a merged step has one backward, of train_loss + validation_loss; several were run. Add the losses up first, or "
+                "give the Accountant validation= and open steps without merged=."
+            )
+        if self.root is None and torch.float16 in self.coarse.values():
+            raise StepError(
+                "a merged step in float16 must be told the scale of its loss apart from clipping: write "
+                "scaler.scale(step.merge(train_loss, validation_loss)).backward()"
+            )
+        scale = 1.0 if self.root is None else float(self.root)
+        found = {s: x.grad for s, x in self.validation.items() if x.grad is not None}
+        if self.checked and not any(bool(g.any()) for g in found.values()):
+            raise ValidationError(
+                f"no gradient came through the last {self.m} rows, so that every sample would score 0: the loss of a merged step "
+                "is train_loss(rows :n) + validation_loss(rows n:)"
+            )
+        directions.receive(found, scale if scale != 0 else 1.0)
+        for kept, by_rows in self.postponed:
+            v = directions.streaming[kept.scored.parameter].v
+            for shape in kept.shapes():
+                self._book(kept.scored, shape.contract_by_rows(v) if by_rows else shape.contract(v), by_rows)
+            kept.forget()
+        self.postponed = []
+
+    def _book(self, s: Scored, c: Tensor, by_rows: bool) -> None:
+        leaf = self._sum_leaf(s, by_rows)
+        c = c.to(leaf.dtype)
+        leaf.grad = c if leaf.grad is None else leaf.grad + c
+
+    def release(self) -> None:
+        """Free everything."""
+        super().release()
+        if self._watching is not None:
+            self._watching.remove()
+        for kept, _ in self.postponed:
+            kept.forget()
+        for x in self.validation.values():
+            x.grad = None
+        self.validation, self.postponed, self.outputs, self.root = {}, [], [], None

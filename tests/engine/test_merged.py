@@ -1,0 +1,348 @@
+"""The merged pass: training and validation rows in one forward and backward, against the separate pass and plain autograd."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import inrun
+from inrun.errors import ConfigurationError, ConservationError, CoverageError, StepError, ValidationError
+from problems import PROBLEMS, Problem, perceptron, points
+from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
+
+N, M = 4, 3
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+}
+
+
+def train(problem: Problem, optimizer: str, update: str, mode: str, per_point: bool = False, form: str = "auto", steps: int = 4):
+    """Return contributions of all steps and the weights after them; ``mode`` is plain, separate, merged or added."""
+    torch.manual_seed(0)
+    model = problem.build().double()
+    opt = OPTIMIZERS[optimizer](model)
+    held = problem.draw(M, 99)
+
+    def validation(m: nn.Module) -> Tensor:
+        losses = problem.losses(m(held), held)
+        return losses if per_point else losses.mean()
+
+    accountant = None
+    if mode != "plain":
+        fn = validation if mode == "separate" else None
+        accountant = inrun.Accountant(model, opt, fn, method="first", update=update, form=form, audit_every=2)
+    found = []
+    for number in range(steps):
+        rows = problem.draw(N, number)
+        if accountant is None:
+            problem.losses(model(rows), rows).mean().backward()
+            _update(model, opt)
+            continue
+        if mode == "separate":
+            with accountant.step(range(N)):
+                problem.losses(model(rows), rows).mean().backward()
+                _update(model, opt)
+        else:
+            with accountant.step(range(N), merged=M, points=per_point) as step:
+                out = model(torch.cat([rows, held]))
+                ours, theirs = problem.losses(out[:N], rows).mean(), problem.losses(out[N:], held)
+                theirs = theirs if per_point else theirs.mean()
+                # A loss scaler multiplies both parts; merge() tells it apart.
+                loss = step.merge(ours, theirs) * 64.0 if mode == "merged" else ours + theirs.sum()
+                loss.backward()
+                if mode == "merged":
+                    for p in model.parameters():
+                        p.grad /= 64.0
+                _update(model, opt)
+        found.append(accountant.last.contributions["validation"])
+    if accountant is not None:
+        accountant.close()
+    return (torch.stack(found) if found else None), [p.detach() for p in model.parameters()], accountant
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+CASES = [
+    (problem, optimizer, update, per_point)
+    for problem in PROBLEMS
+    for optimizer, update in (("sgd", "frozen"), ("adamw", "frozen"), ("adamw", "sgd"))
+    for per_point in (False, True)
+]
+
+
+@pytest.mark.parametrize(("problem", "optimizer", "update", "per_point"), CASES)
+def test_merged_equals_separate_and_trains_the_same(problem: str, optimizer: str, update: str, per_point: bool) -> None:
+    chosen = PROBLEMS[problem]
+    expected, _, _ = train(chosen, optimizer, update, "separate", per_point)
+    _, plain, _ = train(chosen, optimizer, update, "plain")
+    for mode in ("merged", "added"):
+        got, weights, _ = train(chosen, optimizer, update, mode, per_point)
+        assert got.shape == expected.shape == ((4, N, M) if per_point else (4, N))
+        assert relative_error(got, expected) < 1e-9
+        assert all(relative_error(w, p) < 1e-9 for w, p in zip(weights, plain, strict=True))
+
+
+@pytest.mark.parametrize("form", ["shared", "project", "gram"])
+@pytest.mark.parametrize("problem", list(PROBLEMS))
+def test_forms_agree(problem: str, form: str) -> None:
+    expected, _, _ = train(PROBLEMS[problem], "sgd", "sgd", "separate", steps=3)
+    got, _, accountant = train(PROBLEMS[problem], "sgd", "sgd", "added", form=form, steps=3)
+    assert relative_error(got, expected) < 1e-9
+    assert any(form in row.form for row in accountant.coverage)
+
+
+def test_against_one_sample_at_a_time() -> None:
+    problem = PROBLEMS["repeating"]
+    torch.manual_seed(0)
+    model = problem.build().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, held = problem.draw(N, 0), problem.draw(M, 99)
+    parameters = list(model.parameters())
+    each = sample_gradients(lambda j: problem.losses(model(rows[j : j + 1]), rows[j : j + 1])[0] / N, N, parameters)
+    towards = gradients(problem.losses(model(held), held).mean(), parameters)
+    total = [sum(g[i] for g in each) for i in range(len(parameters))]
+    gains = [sgd_gain(opt, p, p) for p in parameters]
+    with inrun.Accountant(model, opt, update="sgd") as accountant:
+        with accountant.step(range(N), merged=M) as step:
+            out = model(torch.cat([rows, held]))
+            step.merge(problem.losses(out[:N], rows).mean(), problem.losses(out[N:], held).mean()).backward()
+            assert all(relative_error(p.grad, g) < 1e-9 for p, g in zip(parameters, total, strict=True))
+            opt.step()
+        got = accountant.last
+        assert relative_error(got.contributions["validation"], contributions(each, gains, towards)) < 1e-9
+        assert got.losses["validation"] == pytest.approx(problem.losses(out[N:], held).mean().item())
+        assert accountant.about()["merged"] is True
+
+
+def test_control_cross_terms_matter() -> None:
+    """A layer that is used twice, scored use by use, would be far off: the books see it."""
+    problem = PROBLEMS["repeating"]
+    torch.manual_seed(0)
+    model = problem.build().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, held = problem.draw(N, 0), problem.draw(M, 99)
+    with inrun.Accountant(model, opt, update="sgd", check_rows=False) as accountant:
+        capture = accountant._run.capture
+        with pytest.raises(StepError, match="more than once"), accountant.step(range(N), merged=M):
+            model(torch.cat([rows, held]))
+        assert [site.name for site in capture.repeated] == ["twice"]
+        capture.repeated = _Forgetful()
+        with pytest.raises(ConservationError, match="twice.weight"), accountant.step(range(N), merged=M):
+            out = model(torch.cat([rows, held]))
+            (problem.losses(out[:N], rows).mean() + problem.losses(out[N:], held).mean()).backward()
+            opt.step()
+
+
+class _Forgetful(set):
+    """Says of no module that it runs twice, except when it is asked whether to complain."""
+
+    def __contains__(self, site: object) -> bool:
+        return inspect.currentframe().f_back.f_code.co_name == "_note_call"
+
+
+def merged_step(model: nn.Module, accountant, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    rows, held = points(N, 0), points(M, 99)
+    with accountant.step(range(N), merged=M) as step:
+        out = model(torch.cat([rows, held]))
+        loss(step, out, torch.cat([rows, held])[:, :3].sin()).backward()
+        for opt in accountant.optimizers:
+            opt.step()
+            opt.zero_grad()
+
+
+def mse(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+WRONG_LOSSES = {
+    "no validation part": (lambda step, out, y: mse(out[:N], y[:N]), "last 3 rows"),
+    "no training part": (lambda step, out, y: mse(out[N:], y[N:]), "exactly 0"),
+    "training loss over all rows": (lambda step, out, y: step.merge(mse(out, y), mse(out[N:], y[N:])), "training loss"),
+    "validation loss over all rows": (lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out, y)), "validation loss"),
+    "a vector": (lambda step, out, y: step.merge(mse(out[:N], y[:N]), (out[N:] - y[N:]).mean(1)), r"\(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG_LOSSES))
+def test_wrong_losses_are_seen(name: str) -> None:
+    loss, text = WRONG_LOSSES[name]
+    model = perceptron().double()
+    with (
+        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1)) as accountant,
+        pytest.raises(ValidationError, match=text),
+    ):
+        merged_step(model, accountant, loss)
+
+
+OPTIONS = {
+    "second": {"method": "second"},
+    "midpoint": {"method": "midpoint"},
+    "lookahead": {"method": "lookahead"},
+    "whole": {"credit": "whole"},
+    "refresh": {"refresh": 2},
+    "bitwise": {"bitwise": True},
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_what_one_pass_cannot_give_is_refused_by_name(name: str) -> None:
+    model = perceptron()
+    with pytest.raises(ConfigurationError, match=f"{name}.*validation="):
+        inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), **OPTIONS[name])
+
+
+def test_gram_is_refused_where_gains_differ_by_entry() -> None:
+    model = perceptron()
+    with pytest.raises(ConfigurationError, match="gram"):
+        inrun.Accountant(model, torch.optim.AdamW(model.parameters()), form="gram")
+    with pytest.raises(ConfigurationError, match="gram"):
+        inrun.Accountant(model, torch.optim.SGD(model.parameters()), lambda m: m(points(1, 0)).mean(), update="sgd", form="gram")
+
+
+MODELS = {
+    "recurrent": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 3)), "1 .LSTM"),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), "batch norm in training mode"),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_models_that_would_leak_are_refused(name: str) -> None:
+    build, text = MODELS[name]
+    model = build().double()
+    with inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1)) as accountant:
+        with pytest.raises(CoverageError, match=text), accountant.step(range(N), merged=M):
+            pass
+        if name == "batch norm":
+            model.eval()
+            merged_step(model, accountant, lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out[N:], y[N:])))
+
+
+def test_parameters_in_no_optimizer_are_refused() -> None:
+    model = perceptron().double()
+    with (
+        inrun.Accountant(model, torch.optim.SGD(model[0].parameters(), lr=0.1)) as accountant,
+        pytest.raises(CoverageError, match=r"2\.weight.*Freeze"),
+        accountant.step(range(N), merged=M),
+    ):
+        pass
+
+
+def test_steps_that_do_not_fit_are_refused() -> None:
+    model = perceptron().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = points(M, 99)
+    with inrun.Accountant(model, opt) as accountant:
+        for arguments, kind, text in (
+            ({"ids": range(N)}, ConfigurationError, "merged=m"),
+            ({"merged": M}, StepError, "microbatches"),
+            ({"ids": range(N), "merged": 0}, ConfigurationError, "at least 1"),
+        ):
+            with pytest.raises(kind, match=text):
+                accountant.step(**arguments)
+        with pytest.raises(ConfigurationError, match="validation="):
+            accountant.validation_loss()[1](model)
+    with inrun.Accountant(model, opt, lambda m: m(held).square().mean(), credit="step") as accountant:
+        with pytest.raises(StepError, match="already"):
+            accountant.step(range(N), merged=M)
+        with pytest.raises(StepError, match="merged step"), accountant.step(range(N)) as step:
+            step.merge(torch.ones(()), torch.ones(()))
+
+
+def test_two_backwards_are_refused() -> None:
+    model = perceptron().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, held = points(N, 0), points(M, 99)
+    with (
+        inrun.Accountant(model, opt) as accountant,
+        pytest.raises(StepError, match="one backward"),
+        accountant.step(range(N), merged=M),
+    ):
+        out = model(torch.cat([rows, held]))
+        out[:N].square().mean().backward(retain_graph=True)
+        out[N:].square().mean().backward()
+        opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    problem = PROBLEMS["perceptron"]
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(6, 6), perceptron()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, self.first(x), use_reentrant=reentrant)
+
+    class Straight(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.first(x))
+
+    expected, _, _ = train(Problem(Straight, problem.draw, problem.losses), "adamw", "frozen", "separate")
+    got, _, _ = train(Problem(Checkpointed, problem.draw, problem.losses), "adamw", "frozen", "added")
+    assert relative_error(got, expected) < 1e-9
+
+
+def test_half_precision_without_merge_is_refused() -> None:
+    """Its losses are scaled, which nobody but merge() can tell from clipping."""
+    model = perceptron()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.cat([points(N, 0), points(M, 99)]).float()
+    with inrun.Accountant(model, opt) as accountant:
+        for merges in (False, True):
+            refused = contextlib.nullcontext() if merges else pytest.raises(StepError, match=r"step\.merge")
+            with refused, accountant.step(range(N), merged=M) as step:
+                with torch.autocast("cpu", torch.float16):
+                    out = model(rows).float()
+                ours, theirs = out[:N].square().mean(), out[N:].square().mean()
+                (step.merge(ours, theirs) if merges else ours + theirs).backward()
+                opt.step()
+            opt.zero_grad()
+
+
+def test_autocast_agrees_with_single_precision() -> None:
+    problem = PROBLEMS["perceptron"]
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = perceptron()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.training):
+                out = self.inner.float()(x.float())
+            return out.double()
+
+    class Full(Rounded):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner.float()(x.float()).double()
+
+    expected, _, _ = train(Problem(Full, problem.draw, problem.losses), "sgd", "sgd", "added", steps=1)
+    got, _, _ = train(Problem(Rounded, problem.draw, problem.losses), "sgd", "sgd", "added", steps=1)
+    assert relative_error(got, expected) < 2e-2
+
+
+def test_compiled_models_are_refused() -> None:
+    model = perceptron().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="eager")
+    with (
+        inrun.Accountant(compiled, opt) as accountant,
+        pytest.raises(StepError, match="not compiled"),
+        accountant.step(range(N), merged=M),
+    ):
+        compiled(torch.cat([points(N, 0), points(M, 99)]))
