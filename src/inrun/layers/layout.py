@@ -59,6 +59,8 @@ _scratch = threading.local()
 
 #: Bytes that a temporary may take; what needs more is done in pieces.
 SCRATCH_BYTES = 4 << 20
+#: Bytes that are read and written again and again at the speed of a core's own cache.
+CACHE_BYTES = 1 << 20
 
 
 def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None, use: str = "") -> Tensor:

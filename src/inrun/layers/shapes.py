@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
+from inrun.layers.layout import CACHE_BYTES, SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
 from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
 #: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
@@ -364,7 +364,9 @@ def shared_outer(
     if n == 0:
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
-    chains = max(1, min(n, n if most is None else most, SCRATCH_BYTES // max(total.nbytes, 1)))
+    # As many as stay in the nearest large cache; of larger weights a few, since a batched product of one is slow.
+    fit = max(CACHE_BYTES // max(total.nbytes, 1), min(4, SCRATCH_BYTES // max(total.nbytes, 1)))
+    chains = max(1, min(n, n if most is None else most, fit))
     # A sketch needs scratch memory of its own while the sums run.
     running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
     sums: list[Tensor] = []
