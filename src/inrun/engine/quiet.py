@@ -60,11 +60,22 @@ def modes(model: nn.Module, training: bool | None, batch_norm_eval: bool = False
             wanted = flag if training is None else training
             if batch_norm_eval and buffers_written_silently(m):
                 wanted = False
-            m.training = wanted
+            _set_training(m, wanted)
         yield
     finally:
         for m, flag in before:
-            m.training = flag
+            _set_training(m, flag)
+
+
+def _set_training(module: nn.Module, flag: bool) -> None:
+    """Set the flag; past ``nn.Module.__setattr__``, which looks for parameters, buffers and modules of that name first."""
+    held = module.__dict__
+    if held.get("training") is flag:
+        return
+    if "training" in held and type(module).__setattr__ is nn.Module.__setattr__:
+        held["training"] = flag
+    else:
+        module.training = flag
 
 
 class BufferGuard:

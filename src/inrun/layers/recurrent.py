@@ -155,11 +155,12 @@ def _shapes(found: cells.Back, trace: cells.Trace | lstm.Trace, end: str) -> dic
     """Return the shapes of the gradients of one layer and direction."""
     d = by_sample_first(found.d_input)
     d_state = d if found.d_state is found.d_input else by_sample_first(found.d_state)
+    bias = Formed(sum_positions(d))
     shapes: dict[str, GradientShape] = {
         f"weight_ih_{end}": Outer(d, by_sample_first(trace.x)),
         f"weight_hh_{end}": Outer(d_state, by_sample_first(trace.before)),
-        f"bias_ih_{end}": Formed(sum_positions(d)),
-        f"bias_hh_{end}": Formed(sum_positions(d_state)),
+        f"bias_ih_{end}": bias,
+        f"bias_hh_{end}": bias if d_state is d else Formed(sum_positions(d_state)),
     }
     if found.d_out is not None and found.unprojected is not None:
         shapes[f"weight_hr_{end}"] = Outer(by_sample_first(found.d_out), by_sample_first(found.unprojected))

@@ -365,7 +365,7 @@ def shared_outer(
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
     # As many as stay in the nearest large cache; of larger weights a few, since a batched product of one is slow.
-    fit = max(CACHE_BYTES // max(total.nbytes, 1), min(4, SCRATCH_BYTES // max(total.nbytes, 1)))
+    fit = max(CACHE_BYTES // max(total.nbytes, 1), min(8, SCRATCH_BYTES // max(total.nbytes, 1)))
     chains = max(1, min(n, n if most is None else most, fit))
     # A sketch needs scratch memory of its own while the sums run.
     running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
@@ -383,11 +383,13 @@ def shared_outer(
             flat = part.view(len(part), -1)
             segments.append(segment_sums(flat, signs, segment))
     gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
-    return gradient, _differences(torch.cat(sums), chains), _differences(torch.cat(segments), chains) if segments else None
+    return gradient, _differences(_joined(sums), chains), _differences(_joined(segments), chains) if segments else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _differences(after: Tensor, chains: int) -> Tensor:
     """Return what every sample added to its running sum."""
-    added = after.clone()
-    added[chains:] -= after[:-chains] if len(after) > chains else 0
-    return added
+    return after if len(after) <= chains else torch.cat([after[:chains], after[chains:] - after[:-chains]])
