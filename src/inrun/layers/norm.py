@@ -144,7 +144,7 @@ def form_normalised(x: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor, n: 
         else:
             torch.sub(x[group], mean[group], out=scratch).mul_(b[group])
         parts.append(torch.bmm(rows[group], scratch)[:, 0])
-    return torch.cat(parts) if parts else x.new_zeros(0, x.shape[2])
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_zeros(0, x.shape[2])
 
 
 @register(nn.LayerNorm)

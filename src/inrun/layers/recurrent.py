@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from inrun.errors import CoverageError
-from inrun.layers import cells
+from inrun.layers import cells, lstm
 from inrun.layers.layout import sum_positions
 from inrun.layers.registry import LayerRule, register
 from inrun.layers.seam import Call, gradients_for_probes, unrounded
@@ -66,8 +66,34 @@ class Run:
     out: Tensor
     h: Tensor
     c: Tensor | None
-    traces: list[cells.Trace]
+    traces: list[cells.Trace | lstm.Trace]
     noise: list[Tensor]
+
+
+def _run(
+    kind: str, x: Tensor, h: Tensor, c: Tensor | None, w: cells.Weights, reverse: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, cells.Trace | lstm.Trace]:
+    """Run one layer in one direction."""
+    if c is not None and lstm.serves(kind, mask, w):
+        return lstm.run(x, h, c, w, reverse)
+    return cells.run(kind, x, h, c, w, reverse, mask)
+
+
+def _back(
+    kind: str,
+    trace: cells.Trace | lstm.Trace,
+    w: cells.Weights,
+    reverse: bool,
+    mask: Tensor | None,
+    b: Tensor | None,
+    dh: Tensor,
+    dc: Tensor | None,
+) -> cells.Back:
+    """Go back through one layer in one direction."""
+    if isinstance(trace, lstm.Trace):
+        assert dc is not None
+        return lstm.backward(trace, w, reverse, b, dh, dc)
+    return cells.backward(kind, trace, w, reverse, mask, b, dh, dc)
 
 
 def run_layers(net: Network, x: Tensor, h: Tensor, c: Tensor | None, mask: Tensor | None, weights: list[cells.Weights]) -> Run:
@@ -78,7 +104,7 @@ def run_layers(net: Network, x: Tensor, h: Tensor, c: Tensor | None, mask: Tenso
         for direction in range(net.directions):
             k = layer * net.directions + direction
             first = None if c is None else c[k]
-            out, last, cell, trace = cells.run(net.kind, x, h[k], first, weights[k], direction == 1, mask)
+            out, last, cell, trace = _run(net.kind, x, h[k], first, weights[k], direction == 1, mask)
             outs.append(out)
             traces.append(trace)
             hs.append(last)
@@ -111,7 +137,7 @@ def go_back(
             own = None if b is None else b[..., direction * width : (direction + 1) * width]
             last = torch.zeros_like(done.h[k]) if dh is None else dh[k]
             last_c = None if done.c is None else torch.zeros_like(done.c[k]) if dc is None else dc[k]
-            found = cells.backward(net.kind, done.traces[k], weights[k], direction == 1, mask, own, last, last_c)
+            found = _back(net.kind, done.traces[k], weights[k], direction == 1, mask, own, last, last_c)
             below = found.x if below is None else below + found.x
             first_h[k] = found.h
             if first_c is not None and found.c is not None:
@@ -125,15 +151,16 @@ def go_back(
     return b, first_h, first_c, shapes
 
 
-def _shapes(found: cells.Back, trace: cells.Trace, end: str) -> dict[str, GradientShape]:
+def _shapes(found: cells.Back, trace: cells.Trace | lstm.Trace, end: str) -> dict[str, GradientShape]:
     """Return the shapes of the gradients of one layer and direction."""
     d = by_sample_first(found.d_input)
     d_state = d if found.d_state is found.d_input else by_sample_first(found.d_state)
+    bias = Formed(sum_positions(d))
     shapes: dict[str, GradientShape] = {
         f"weight_ih_{end}": Outer(d, by_sample_first(trace.x)),
         f"weight_hh_{end}": Outer(d_state, by_sample_first(trace.before)),
-        f"bias_ih_{end}": Formed(sum_positions(d)),
-        f"bias_hh_{end}": Formed(sum_positions(d_state)),
+        f"bias_ih_{end}": bias,
+        f"bias_hh_{end}": bias if d_state is d else Formed(sum_positions(d_state)),
     }
     if found.d_out is not None and found.unprojected is not None:
         shapes[f"weight_hr_{end}"] = Outer(by_sample_first(found.d_out), by_sample_first(found.unprojected))

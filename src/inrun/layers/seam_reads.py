@@ -93,6 +93,7 @@ class Multiplied(torch.autograd.Function):
             if not twice:
                 found = {kinds[name]: total for name, total in once.items()}
                 missing = tuple(kind for kind in wanted if kind not in found)
-                found |= {k: s.total() for k, s in call.gradients(saved, b.detach(), [], missing).items()}
+                if missing:
+                    found |= {k: s.total() for k, s in call.gradients(saved, b.detach(), [], missing).items()}
         own = [found[kind].to(weight.dtype) if kind in wanted else None for kind in ("weight", "bias")]
         return (None, None, None, grad_x, *own, *([None] * ctx.count), *leaving)

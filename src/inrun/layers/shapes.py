@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from inrun.errors import CoverageError
-from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
+from inrun.layers.layout import CACHE_BYTES, SCRATCH_BYTES, dot_each, row_dots, scratch_like, sum_positions
 from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
 #: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
@@ -386,7 +386,9 @@ def shared_outer(
     if n == 0:
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
-    chains = max(1, min(n, n if most is None else most, SCRATCH_BYTES // max(total.nbytes, 1)))
+    # As many as stay in the nearest large cache; of larger weights a few, since a batched product of one is slow.
+    fit = max(CACHE_BYTES // max(total.nbytes, 1), min(8, SCRATCH_BYTES // max(total.nbytes, 1)))
+    chains = max(1, min(n, n if most is None else most, fit))
     # A sketch needs scratch memory of its own while the sums run.
     running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
     sums: list[Tensor] = []
@@ -403,11 +405,13 @@ def shared_outer(
             flat = part.view(len(part), -1)
             segments.append(segment_sums(flat, signs, segment))
     gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
-    return gradient, _differences(torch.cat(sums), chains), _differences(torch.cat(segments), chains) if segments else None
+    return gradient, _differences(_joined(sums), chains), _differences(_joined(segments), chains) if segments else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _differences(after: Tensor, chains: int) -> Tensor:
     """Return what every sample added to its running sum."""
-    added = after.clone()
-    added[chains:] -= after[:-chains] if len(after) > chains else 0
-    return added
+    return after if len(after) <= chains else torch.cat([after[:chains], after[chains:] - after[:-chains]])

@@ -75,19 +75,22 @@ class AdamRule(MomentsRule):
         The gain is (1−β₁)/(1−β₁ᵗ) / (√(s_{t−1} / (1−β₂ᵗ⁻¹)) + ε). Where s = 0 that would be 1/ε, which no real step
         does: the real step divides by the new gradient's own size.
         """
-        if "exp_avg_sq" not in state or float(state["step"]) < 1:
+        done = float(state["step"]) if "exp_avg_sq" in state else 0.0
+        if done < 1:
             return None
-        t = float(state["step"]) + 1.0
-        beta1, _ = group["betas"]
-        second = (state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]).reshape(-1)
-        rows, eps = raw.view(len(raw), -1), self._small(group, state)
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        correction = math.sqrt(1.0 - beta2**done)
+        second, eps = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"], float(group["eps"]) * correction
         parts = chunks_of(second)
-        size = second.new_empty(parts[0].stop if parts else 0)
-        for some in parts:
-            here = torch.sqrt(second[some], out=size[: some.stop - some.start])
-            rows[:, some].div_(torch.threshold_(here, 0.0, math.inf).add_(eps))
-        sign = -1.0 if group["maximize"] else 1.0
-        return sign * self._correction(group, state) * (1.0 - float(beta1)) / (1.0 - float(beta1) ** t)
+        if len(parts) == 1:
+            raw.div_(torch.threshold_(torch.sqrt(second), 0.0, math.inf).add_(eps))
+        else:
+            second, rows = second.reshape(-1), raw.view(len(raw), -1)
+            size = second.new_empty(parts[0].stop if parts else 0)
+            for some in parts:
+                here = torch.sqrt(second[some], out=size[: some.stop - some.start])
+                rows[:, some].div_(torch.threshold_(here, 0.0, math.inf).add_(eps))
+        return (-1.0 if group["maximize"] else 1.0) * correction * (1.0 - beta1) / (1.0 - beta1 ** (done + 1.0))
 
     def _correction(self, group: Group, state: State) -> float:
         return math.sqrt(1.0 - float(group["betas"][1]) ** float(state["step"]))

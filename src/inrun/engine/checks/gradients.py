@@ -17,8 +17,9 @@ from inrun.errors import ConservationError, CoverageError, OptimizerError, StepE
 from inrun.torch_private import current_backward, foreign_gradient_hooks, version_of
 
 SKETCH = 8
-#: Entries whose squares are added up at a time.
+#: Entries whose squares are added up at a time, and up to how many that is done in one go.
 PIECE = 1024
+FEW = 16 * PIECE
 
 
 _NONE: frozenset[int] = frozenset()
@@ -53,13 +54,15 @@ def norm_of(gradient: Tensor) -> Tensor:
     GPT-2; norms of pieces and the norm of those are not, and on a CPU take half the time.
     """
     dtype = torch.promote_types(gradient.dtype, torch.float32)
+    if gradient.numel() <= FEW:
+        return torch.linalg.vector_norm(gradient, dtype=dtype)
     flat = gradient.reshape(-1)
     whole = flat.numel() // PIECE * PIECE
-    if whole == 0:
-        return torch.linalg.vector_norm(flat, dtype=dtype)
     norms = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1, dtype=dtype)
     if norms.numel() > PIECE:
         norms = norm_of(norms)
+    if whole == flat.numel():
+        return torch.linalg.vector_norm(norms)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
     return torch.hypot(torch.linalg.vector_norm(norms), rest)
 
