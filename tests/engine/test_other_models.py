@@ -73,7 +73,20 @@ def whisper() -> Made:
     return model, draw, lambda m, x, y: m(input_features=x, decoder_input_ids=y, use_cache=False).logits
 
 
-@pytest.mark.parametrize("build", [vit, swin, clip, resnet, whisper], ids=lambda f: f.__name__)
+def t5() -> Made:
+    """Tables of relative positions that run once, are permuted, and serve all layers."""
+    config = tr.T5Config(
+        vocab_size=30, d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, dropout_rate=0.0, decoder_start_token_id=0
+    )
+
+    def draw(n: int, g: torch.Generator) -> tuple[Tensor, ...]:
+        return torch.randint(1, 30, (n, 6), generator=g), torch.randint(1, 30, (n, 5), generator=g)
+
+    model = tr.T5ForConditionalGeneration(config)
+    return model, draw, lambda m, x, y: m(input_ids=x, decoder_input_ids=y, use_cache=False).logits
+
+
+@pytest.mark.parametrize("build", [vit, swin, clip, resnet, whisper, t5], ids=lambda f: f.__name__)
 def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
     torch.manual_seed(0)
     model, draw, run = build()

@@ -21,7 +21,7 @@ from inrun.engine.checks.rows import RowCheck
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
-from inrun.engine.reads import RecordingReader, ScoringReader, track
+from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Call, Output, Owned, Tapped
@@ -192,7 +192,10 @@ class Capture:
         if site.rule.reads:
             return original(*args, **kwargs)
         if self._recorder is not None and not self._paused:
-            return self._recorder.call(site, original, args, kwargs)
+            out = self._recorder.call(site, original, args, kwargs)
+            if isinstance(self._recorder, Recorder) and self._recorder.is_apart(site, args, kwargs):
+                return output_apart(site, out, None, RecordingReader(self._recorder, self._recorder.samples))
+            return out
         if not self._observing:
             return original(*args, **kwargs)
         micro = self._micro
@@ -260,6 +263,11 @@ class Capture:
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
+        if layout == "apart" and micro.documents is not None:
+            raise StepError(
+                f"{site.name} runs once for the whole batch and its output is worked on before it meets the samples, which is not "
+                "scored for ids per position (packed documents); give one id per row"
+            )
         expands, one = layout in SHARED, layout == "free" and lead.shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(n, *x.shape[1 if one else 0 :]) for x in inputs)
@@ -272,7 +280,8 @@ class Capture:
             return out
         site.note_form("project")
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
-        return Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+        tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+        return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
 
     def _score_whole(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -89,10 +89,15 @@ class UnreadableError(CoverageError):
 
 @dataclass(frozen=True)
 class Root:
-    """A parameter that is read: whose it is, and its name there."""
+    """A parameter that is read: whose it is, and its name there. Or an output that a layer made without any sample.
+
+    ``copies`` of such an output, ``[n, *shape]``, bring its gradient sample by sample; ``call`` tells calls apart.
+    """
 
     site: Any
     name: str
+    copies: Tensor | None = field(default=None, compare=False)
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,11 @@ class Track:
     def name(self) -> str:
         """Return the names of the parameters."""
         return ", ".join(root.name for root in self.roots)
+
+    @property
+    def made_apart(self) -> Root | None:
+        """Return the output of a layer from which it was computed, if it was; nothing else may be in it then."""
+        return next((root for root in self.roots if root.call is not None), None)
 
 
 class Reader(Protocol):

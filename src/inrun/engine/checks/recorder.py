@@ -49,6 +49,13 @@ def fingerprint(x: Tensor) -> Tensor:
     return (flat @ weights).double()
 
 
+def disturb(x: Tensor) -> None:
+    """Change every entry by another amount: what is the same for all would vanish in a softmax or a norm."""
+    generator = torch.Generator().manual_seed(x.numel())
+    amounts = torch.rand(x.shape, generator=generator).add_(0.5).to(x.device, x.dtype)
+    x += amounts * (1.0 + x.abs().max())
+
+
 class Recorder:
     """Replaces scoring while a forward is run to see which rows move."""
 
@@ -62,16 +69,19 @@ class Recorder:
         packing: Packing | None = None,
         disturb_spread: int | None = None,
         with_grad: bool = False,
+        apart: frozenset[tuple[Site, Pattern]] = frozenset(),
+        samples: int = 0,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
 
         A leading dimension of 1 is expanded as a batch of one, but for the calls ``bare``.
 
         ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output, ``disturb_spread`` a sample's copy of
-        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. With a
+        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. Outputs of
+        calls ``apart`` are handed out as what is read is, since they are worked on before they meet the ``samples``. With a
         ``packing``, what has positions is noted position by position instead of row by row.
         """
-        self.packing = packing
+        self.packing, self.apart, self.samples = packing, apart, samples
         self.disturb_spread, self.with_grad = disturb_spread, with_grad
         #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
         self.constants: list[tuple[UnreadableError, Tensor]] = []
@@ -102,14 +112,19 @@ class Recorder:
         out = original(*args, **kwargs)
         if index == self.disturb:
             out = out.clone()
-            out[self.row] += 1.0 + out[self.row].abs().max()
+            disturb(out[self.row])
         if self.expand is not None and index in self.expand[0]:
             batched = lead.shape[0] == 1 and index not in self.bare
             out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
             if self.disturb_copy:
                 out = out.clone()
-                out[self.row] += 1.0 + out[self.row].abs().max()
+                disturb(out[self.row])
         return out
+
+    def is_apart(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the output of a call is to be handed out as what is read is."""
+        lead = site.lead(args, kwargs) if self.apart and not (site.rule.replays or site.rule.reads) else None
+        return lead is not None and (site, pattern_of(lead.shape, self.samples)) in self.apart
 
     def _print(self, x: Tensor) -> Tensor:
         if self.packing is None or self.packing.features(x.shape) is None:
@@ -136,8 +151,7 @@ class Recorder:
             return copies
         copies = copies.clone()
         block = copies.shape[dim] // n
-        one = copies.narrow(dim, self.disturb_spread * block, block)
-        one += 1.0 + one.abs().max()
+        disturb(copies.narrow(dim, self.disturb_spread * block, block))
         return copies
 
     def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
