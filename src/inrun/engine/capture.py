@@ -57,9 +57,12 @@ class Capture:
         self._reader: ScoringReader | None = None
         if not check_rows:
             for site in sites:
+                site.let_be_read(False)
                 if site.rule.reads:
                     site.fall_back()  # where parameters meet the samples must be seen
         self._paused = False
+        #: The module whose own call runs, where what is read outside of it is followed, too.
+        self._inside: Site | None = None
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
         #: While not None: the modules that are called, and whether with gradient.
@@ -191,6 +194,15 @@ class Capture:
             self._noted[site] = self._noted.get(site, False) or torch.is_grad_enabled()
         if site.rule.reads:
             return original(*args, **kwargs)
+        if not site.read_outside:
+            return self._route(site, original, args, kwargs)
+        before, self._inside = self._inside, site
+        try:
+            return self._route(site, original, args, kwargs)
+        finally:
+            self._inside = before
+
+    def _route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder is not None and not self._paused:
             out = self._recorder.call(site, original, args, kwargs)
             if isinstance(self._recorder, Recorder) and self._recorder.is_apart(site, args, kwargs):
@@ -219,7 +231,9 @@ class Capture:
     def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
         """Hand out a parameter that a forward reads: tracked while that forward is recorded or scored."""
         micro = self._micro
-        if micro is None or self._paused or not site.rule.reads or site.scored[name].parameter is not value:
+        if micro is None or self._paused or not (site.rule.reads or site.read_outside) or self._inside is site:
+            return value
+        if site.scored[name].parameter is not value:
             return value
         if isinstance(self._recorder, CallRecorder):
             return value
@@ -292,7 +306,9 @@ class Capture:
         assert lead is not None
         if not site.holds_its_parameters():
             return original(*args, **kwargs)
-        if self.rows.layout(site, lead.shape, n) != "rows":
+        if micro.documents is not None:
+            micro.documents.check_call(site, lead.shape)
+        if self.rows.layout(site, lead.shape, n) not in (("rows", "flat") if rule.flat else ("rows",)):
             raise RowOwnershipError(
                 f"{site.title} is called with {lead.shape[0]} sequences for {n} samples; give it one per sample"
             )

@@ -16,10 +16,11 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
-from inrun.layers.reads import LinearReadRule, LookUpRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.reads import LinearReadRule, LookUpRule, ReadRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 
-_spread, _linear, _looked_up = SpreadRule(), LinearReadRule(), LookUpRule()
+_spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
 #: Returns the layout of a call: site, shape, samples.
 LayoutOf = Callable[[Site, torch.Size, int], Layout]
 
@@ -80,6 +81,16 @@ class RecordingReader:
             self.recorder.note(site, x)
         return _multiply(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, transposed)
 
+    def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Note whose rows ``x`` has."""
+        apart = [t for t in (weight, bias) if isinstance(t, Track) and t.made_apart is not None]
+        if apart or geometry_of(weight.plain, options) is None:
+            raise UnreadableError(weight, func)
+        for site in {root.site for root in weight.roots}:
+            self.recorder.note(site, x)
+        made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
+        return made
+
 
 class ScoringReader:
     """Scores every use of the parameters that one microbatch reads."""
@@ -128,7 +139,7 @@ class ScoringReader:
         ways: dict[str, tuple[str, Way]] = {}
         for kind, used in tracks.items():
             for root, way in used.roots.items():
-                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, only=root.name)
+                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, root.name, _read)
                 if not some:
                     continue
                 key = f"{kind} {len(ways)}"
@@ -179,5 +190,19 @@ class ScoringReader:
             out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
             return out
         made = _multiply(x, weight.plain, plain_bias, transposed)
+        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        return tapped
+
+    def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Convolve as the framework does, and have the gradients of weight and bias."""
+        site = next(iter(weight.roots)).site
+        if self.layout(site, x.shape, self.n) not in ("rows", "flat"):
+            raise UnreadableError(weight, func)
+        made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
+        tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})
+        asks, asked, buffers, ways = self._ask(tracks, (x,), made.dtype, "project")
+        if not asks:
+            return made
+        call = Call(_convolved, (geometry_of(weight.plain, options), ways), self.n, asks)
         tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped

@@ -19,7 +19,7 @@ from inrun.engine.checks.exchange import exchange_sample
 from inrun.engine.checks.recorder import Entry, Pattern, Recorder, fingerprint, moved_rows, pattern_of
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
-from inrun.errors import IdsError, RowOwnershipError
+from inrun.errors import CoverageError, IdsError, RowOwnershipError
 from inrun.layers import Layout, unused_parameters
 from inrun.layers.layout import SHARED
 from inrun.layers.reads import UnreadableError
@@ -155,7 +155,10 @@ class RowCheck:
         """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
         for (problem, was), (_, now) in zip(before.constants, after.constants, strict=False):
             if bool(moved_rows(was, now).any()):
-                _fall_back([site for site in problem.sites if site.rule.reads], str(problem))
+                reading = [site for site in problem.sites if site.rule.reads]
+                if not reading:
+                    raise _unreadable(problem, before.samples)
+                _fall_back(reading, str(problem))
                 return True
         # Rows that are gathered by what a sample is (experts) change the calls themselves.
         reads = [[(e.site, e.shape) for e in r.entries if e.site is not None and e.site.rule.reads] for r in (before, after)]
@@ -173,10 +176,10 @@ class RowCheck:
             pairs = [(b, a) for b, a in zip(base, entries, strict=False) if b.argument is None and b.shape == a.shape]
             pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
             if len(entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in pairs):
-                apart = sorted({site.name for site in sites if not site.rule.reads})
-                if apart:
-                    raise RowOwnershipError(_free_message(", ".join(apart), n))
-                _fall_back(list(sites), "a parameter that is read reaches other samples than its own copy")
+                reading = [site for site in sites if site.rule.reads]
+                if not reading:
+                    raise RowOwnershipError(_free_message(", ".join(sorted({site.name for site in sites})), n))
+                _fall_back(reading, "a parameter that is read reaches other samples than its own copy")
                 return False
         return True
 
@@ -215,8 +218,7 @@ class RowCheck:
             except UnreadableError as problem:
                 reading = [site for site in problem.sites if site.rule.reads]
                 if not reading:
-                    names = ", ".join(sorted({site.name for site in problem.sites}))
-                    raise RowOwnershipError(f"{_free_message(names, n)} ({problem})") from problem
+                    raise _unreadable(problem, n) from problem
                 _fall_back(reading, str(problem))
 
     def _examine_once(
@@ -409,6 +411,17 @@ class RowCheck:
             telling = [(b, a) for b, a in pairs if b.shape[0] % n == 0]
             if len(recorder.entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in telling):
                 raise RowOwnershipError(_free_message(names, n))
+
+
+def _unreadable(problem: UnreadableError, n: int) -> Exception:
+    """Return what to raise where no module can be run again instead: what is read belongs to a layer with a rule."""
+    names = ", ".join(sorted({site.name for site in problem.sites}))
+    if all(site.read_outside for site in problem.sites):
+        return CoverageError(
+            f"{names} cannot be scored: the module around it reads its parameters instead of calling it, and {problem}, which no "
+            "rule describes. Call the layer itself, or freeze it."
+        )
+    return RowOwnershipError(f"{_free_message(names, n)} ({problem})")
 
 
 def _free_message(names: str, n: int) -> str:
