@@ -24,8 +24,9 @@ from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
-from inrun.layers import Call, Output, Owned, Tapped
+from inrun.layers import Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
+from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
 
@@ -246,15 +247,23 @@ class Capture:
         return self._reader.whole(found.track) if micro.n == 1 else found
 
     def _score(
-        self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: Site,
+        micro: Microbatch,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Layout | None = None,
     ) -> Any:
         rule, module, n = site.rule, site.module, micro.rows
         if not site.holds_its_parameters():
             return original(*args, **kwargs)  # torch.func.functional_call with other weights trains none of ours
+        if args and isinstance(args[0], Tracked):
+            return self._score_on_apart(site, micro, original, args[0])
         inputs = rule.inputs(module, args, kwargs)
         lead = inputs[0]
         telling = rule.lead(module, args, kwargs)
-        layout = self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
+        layout = known or self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
         turn = layout if layout in TURNED else ""
         constants = rule.constants(module)
         packing = None
@@ -296,6 +305,13 @@ class Capture:
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
         tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
+
+    def _score_on_apart(self, site: Site, micro: Microbatch, original: Callable[..., Any], x: Tracked) -> Any:
+        """Run a layer on what another one made without any sample: on one copy per sample, which is followed in turn."""
+        assert self._reader is not None
+        copies = self._reader.spread(x.track, 0, micro.n, x.dim() + 1)
+        out = self._score(site, micro, original, (copies,), {}, "rows")
+        return output_apart(site, out[0], out, self._reader)
 
     def _score_whole(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -103,7 +103,9 @@ class Recorder:
             return self._call_without_rule(site, original, args, kwargs)
         tracked = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tracked)), None)
         if tracked is not None:
-            raise UnreadableError(tracked.track, f"a {type(site.module).__name__}")
+            if tracked.track.made_apart is None or len(args) != 1 or kwargs or site.rule.whole:
+                raise UnreadableError(tracked.track, f"a {type(site.module).__name__}")
+            return original(tracked.track.plain)  # what it makes has no samples either
         lead = site.lead(args, kwargs)
         if lead is None or lead.dim() == 0:
             raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
@@ -123,6 +125,8 @@ class Recorder:
 
     def is_apart(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the output of a call is to be handed out as what is read is."""
+        if any(isinstance(x, Tracked) for x in args):
+            return not (site.rule.replays or site.rule.reads)
         lead = site.lead(args, kwargs) if self.apart and not (site.rule.replays or site.rule.reads) else None
         return lead is not None and (site, pattern_of(lead.shape, self.samples)) in self.apart
 
