@@ -328,9 +328,11 @@ class Capture:
             raise RowOwnershipError(
                 f"{site.title} is called with {lead.shape[0]} sequences for {n} samples; give it one per sample"
             )
-        owned = self.form != "project" and not torch.is_autocast_enabled(lead.device.type) and lead.dtype.itemsize >= 4
+        rounded = torch.is_autocast_enabled(lead.device.type)
+        owned = self.form != "project" and not rounded and lead.dtype.itemsize >= 4
         constants = rule.constants(module)
-        asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
+        dtype = torch.get_autocast_dtype(lead.device.type) if rounded else lead.dtype
+        asks, asked, buffers = micro.ask(site, constants, inputs, dtype)
         if not asks:
             return original(*args, **kwargs)
         site.note_form("shared" if owned else "project")

@@ -151,9 +151,9 @@ class Recorder:
     def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
         """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""
         self.spreading |= sites
+        copies = copies.clone()  # always: other strides may round in another way
         if self.disturb_spread is None:
             return copies
-        copies = copies.clone()
         block = copies.shape[dim] // n
         disturb(copies.narrow(dim, self.disturb_spread * block, block))
         return copies
