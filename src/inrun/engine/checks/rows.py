@@ -140,16 +140,17 @@ class RowCheck:
     # The look itself
 
     def _recorder(self, n: int, **options: Any) -> Recorder:
-        return Recorder(apart=self._apart, samples=n, **options)
+        """Return a recorder; where parameters are read, of a run with gradient.
+
+        Forwards of autograd functions, which run without, can be told then. All runs of a look are alike in that: without
+        gradient some products are done in another order, which rounds in another way.
+        """
+        with_grad = bool(self._apart) or any(site.rule.reads for site in self.sites)
+        return Recorder(apart=self._apart, samples=n, with_grad=with_grad, **options)
 
     def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Tensor]]:
         """Run the model and return the recorder and the model's outputs."""
-        return recorder, float_tensors(self.run(arguments, recorder))
-
-    def _record_first(self, arguments: Arguments, n: int) -> tuple[Recorder, list[Tensor]]:
-        """The same for the first time: with gradient, so that forwards of autograd functions, which run without, can be told."""
-        with_grad = bool(self._apart) or any(site.rule.reads for site in self.sites)
-        return self._record(arguments, self._recorder(n, with_grad=with_grad))
+        return recorder, [x.detach() for x in float_tensors(self.run(arguments, recorder))]
 
     def _moved_constants(self, before: Recorder, after: Recorder) -> bool:
         """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
@@ -235,7 +236,7 @@ class RowCheck:
                 "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or "
                 "pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
-        recorder, outputs = self._record_first(arguments, n)
+        recorder, outputs = self._record(arguments, self._recorder(n))
         base = recorder.entries
         self._examine_unused(recorder)
         broken = next((e for e in base if not bool(torch.isfinite(e.rows).all())), None)
