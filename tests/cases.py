@@ -206,7 +206,7 @@ class RawProducts(nn.Module):
         return nn.functional.linear(x, self.second.square()[:4], self.shift[1:]) @ self.first[:4]
 
 
-class RawConvolved(nn.Module):
+class RawUnknown(nn.Module):
     """A raw parameter that meets the samples in an operation that is not known."""
 
     def __init__(self) -> None:
@@ -214,7 +214,26 @@ class RawConvolved(nn.Module):
         self.kernel = nn.Parameter(torch.randn(D, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.conv1d(x.transpose(1, 2), self.kernel, groups=D).transpose(1, 2)
+        return nn.functional.conv_transpose1d(x.transpose(1, 2), self.kernel, groups=D).transpose(1, 2)
+
+
+class ReadChildren(nn.Module):
+    """A module with a raw parameter that reads its children's parameters, and calls one of them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(D))
+        self.convolution = nn.Conv1d(D, D, 2, padding=1, groups=D)
+        self.inner, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
+        self.kernel = nn.Parameter(torch.randn(D, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2)
+        weight = self.convolution.weight.squeeze(1).unsqueeze(1)
+        y = nn.functional.conv1d(y, weight, self.convolution.bias, padding=1, groups=D)[..., : x.shape[1]]
+        y = y + nn.functional.conv1d(nn.functional.pad(y, (2, 0)), self.kernel.exp(), None, 1, 0, 2, D // 3)
+        y = self.inner.weight @ y + self.inner.bias[:, None]
+        return self.inner(self.norm(y.transpose(1, 2) * self.scale)) * self.norm.weight
 
 
 class Attention(nn.Module):
@@ -440,7 +459,8 @@ CASES = [
     Case("raw parameters beside a child", lambda: RawScale(), floats, "read", ("spread",)),
     Case("raw table, token, bias and gate", lambda: RawTables(), floats, "read", ("spread",), accuracy=1e-9),
     Case("raw weights of products", lambda: RawProducts(), floats, "read"),
-    Case("raw parameter in an unknown operation", lambda: RawConvolved(), floats, "fallback", ("jvp",)),
+    Case("raw parameter in an unknown operation", lambda: RawUnknown(), floats, "fallback", ("jvp",)),
+    Case("children whose parameters are read", lambda: ReadChildren(), floats, "read", ("project",)),
     Case("attention", lambda: Attention(), floats, "read"),
     Case("attention, sequence first", lambda: Attention(batch_first=False), floats, "read"),
     Case("attention to others", lambda: Attention(kdim=D, vdim=D, bias=False, cross=True), floats, "read"),

@@ -1,9 +1,10 @@
-"""Whole models of transformers with convolutions, raw parameters and sequence-first parts, against one sample at a time."""
+"""Whole models with convolutions, raw parameters, experts, state spaces and adapters, against one sample at a time."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,24 @@ from reference import contributions, gradients, relative_error, sample_gradients
 
 Made = tuple[nn.Module, Callable[[int, torch.Generator], tuple[Tensor, ...]], Callable[..., Tensor]]
 ATTENTION = {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+
+SPECIAL = {"vocab_size": 30, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, **SPECIAL}
+
+
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    return model(input_ids=x, use_cache=False).logits
+
+
+@pytest.fixture(autouse=True)
+def _double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers and state spaces compute parts in single precision, whatever the weights: not here."""
+    single = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
+
+
+def tokens(n: int, g: torch.Generator) -> tuple[Tensor, ...]:
+    return (torch.randint(3, 30, (n, 6), generator=g),)
 
 
 def images(size: int) -> Callable[[int, torch.Generator], tuple[Tensor, ...]]:
@@ -73,8 +92,109 @@ def whisper() -> Made:
     return model, draw, lambda m, x, y: m(input_features=x, decoder_input_ids=y, use_cache=False).logits
 
 
-@pytest.mark.parametrize("build", [vit, swin, clip, resnet, whisper], ids=lambda f: f.__name__)
-def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
+def t5() -> Made:
+    """Tables of relative positions that run once, are permuted, and serve all layers."""
+    config = tr.T5Config(
+        vocab_size=30, d_model=12, d_kv=4, d_ff=16, num_layers=2, num_heads=3, dropout_rate=0.0, decoder_start_token_id=0
+    )
+
+    def draw(n: int, g: torch.Generator) -> tuple[Tensor, ...]:
+        return torch.randint(1, 30, (n, 6), generator=g), torch.randint(1, 30, (n, 5), generator=g)
+
+    model = tr.T5ForConditionalGeneration(config)
+    return model, draw, lambda m, x, y: m(input_ids=x, decoder_input_ids=y, use_cache=False).logits
+
+
+def mixtral(implementation: str = "eager") -> Made:
+    config = tr.MixtralConfig(hidden_size=12, intermediate_size=8, num_local_experts=4, num_experts_per_tok=2, **DECODER)
+    config._experts_implementation = implementation
+    return tr.MixtralForCausalLM(config), tokens, logits
+
+
+def mixtral_batched() -> Made:
+    return mixtral("batched_mm")
+
+
+def olmoe() -> Made:
+    config = tr.OlmoeConfig(hidden_size=12, intermediate_size=8, num_experts=4, num_experts_per_tok=2, **DECODER)
+    config._experts_implementation = "batched_mm"
+    return tr.OlmoeForCausalLM(config), tokens, logits
+
+
+def mamba() -> Made:
+    """The mixer reads the weights of its convolution and of dt_proj instead of calling them."""
+    config = tr.MambaConfig(hidden_size=8, state_size=4, expand=2, time_step_rank=3, num_hidden_layers=2, **SPECIAL)
+    return tr.MambaForCausalLM(config), tokens, logits
+
+
+def mamba2() -> Made:
+    """With a gated norm."""
+    config = tr.Mamba2Config(
+        hidden_size=8, state_size=4, expand=2, num_heads=4, head_dim=4, n_groups=2, chunk_size=4, num_hidden_layers=2, **SPECIAL
+    )
+    return tr.Mamba2ForCausalLM(config), tokens, logits
+
+
+def group_norm() -> Made:
+    body = [nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, bias=False)]
+    model = nn.Sequential(*body, nn.GroupNorm(4, 8), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return model, images(8), lambda m, x: m(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(30, 6), nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x))[0])
+
+
+def lstm() -> Made:
+    return Recurrent(), tokens, lambda m, x: m(x)
+
+
+def adapted(name: str, **options: Any) -> Made:
+    """A small Llama with an adapter of peft; what peft froze stays frozen."""
+    peft = pytest.importorskip("peft")
+    base = tr.LlamaForCausalLM(tr.LlamaConfig(hidden_size=12, intermediate_size=16, **DECODER))
+    model = peft.get_peft_model(base, getattr(peft, name)(**options))
+    return model, tokens, lambda m, x: m(input_ids=x).logits
+
+
+def lora() -> Made:
+    return adapted("LoraConfig", r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"])
+
+
+def dora() -> Made:
+    return adapted("LoraConfig", r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+
+
+def prompt_tuning() -> Made:
+    return adapted("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def prompt_encoder() -> Made:
+    """Layers that run on what a table of prompts gives, once for the whole batch."""
+    return adapted("PromptEncoderConfig", task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8)
+
+
+VISION = [vit, swin, clip, resnet, group_norm]
+SEQUENCES = [whisper, t5, mixtral, mixtral_batched, olmoe, mamba, mamba2, lstm]
+ADAPTERS = [lora, dora, prompt_tuning, prompt_encoder]
+#: By method: options, and the points of the move at which the validation gradient is taken ("hessian" for its derivative).
+METHODS: dict[str, tuple[dict[str, Any], float | str]] = {
+    "lookahead": ({"credit": "step", "method": "lookahead"}, 0.0),
+    "second": ({"credit": "step", "method": "second"}, "hessian"),
+    "midpoint": ({"credit": "step", "method": "midpoint", "quadrature": "midpoint"}, 0.5),
+    "whole, exact": ({"credit": "whole", "credit_memory": "exact", "quadrature": "gauss1"}, 0.5),
+    "whole, sketch": ({"credit": "whole", "credit_memory": "sketch", "sketch": 10**6, "quadrature": "gauss1"}, 0.5),
+}
+
+
+def scores(build: Callable[[], Made], options: dict[str, Any], point: float | str, lr: float) -> tuple[Tensor, Tensor, set[str]]:
+    """One step of SGD: what the engine says, what one sample at a time says, and the rules that were used."""
     torch.manual_seed(0)
     model, draw, run = build()
     model = model.double().train(build is not resnet)
@@ -88,15 +208,49 @@ def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
     def loss(net: nn.Module, rows: tuple[Tensor, ...]) -> Tensor:
         return run(net, *rows).square().sum()
 
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with inrun.Accountant(
-        model, optimizer, lambda net: loss(net, held), credit="step", method="first", audit_every=1
-    ) as accountant:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    with inrun.Accountant(model, optimizer, lambda net: loss(net, held), audit_every=1, **options) as accountant:
         with accountant.step(range(n)):
             loss(model, x).backward()
             optimizer.step()
-    assert "fallback" not in {row.rule for row in accountant.coverage}
     params = [p for p in twin.parameters() if p.requires_grad]
     g_n = sample_gradients(lambda j: loss(twin, tuple(z[j : j + 1] for z in x)), n, params)
-    truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(loss(twin, held), params))
-    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+    moves = [-lr * torch.stack(gs).sum(0) for gs in zip(*g_n, strict=True)]
+    if point == "hessian":
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            slopes = torch.autograd.grad(loss(twin, held), params, create_graph=True, allow_unused=True)
+            along = sum((s * d).sum() for s, d in zip(slopes, moves, strict=True) if s is not None)
+            pairs = zip(slopes, gradients(along, params), strict=True)
+            at = [h / 2 if s is None else s.detach() + h / 2 for s, h in pairs]
+    else:
+        with torch.no_grad():
+            for p, d in zip(params, moves, strict=True):
+                p.add_(d, alpha=float(point))
+        at = gradients(loss(twin, held), params)
+    truth = contributions(g_n, [torch.full_like(p, lr) for p in params], at)
+    return accountant.last.contributions["validation"], truth, {row.rule for row in accountant.coverage}
+
+
+@pytest.mark.parametrize("build", [*VISION, *SEQUENCES, *ADAPTERS], ids=lambda f: f.__name__)
+def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
+    got, truth, rules = scores(build, {"credit": "step", "method": "first"}, 0.0, 0.1)
+    assert "fallback" not in rules
+    assert relative_error(got, truth) < 1e-9
+
+
+FEW = [(t5, "whole, sketch"), (mixtral, "whole, exact"), (mamba, "midpoint"), (dora, "second")]
+ALL = [(build, method) for build in [*VISION, *SEQUENCES, *ADAPTERS] for method in METHODS]
+
+
+@pytest.mark.parametrize(
+    ("build", "method"),
+    [pytest.param(*pair, id=f"{pair[0].__name__}-{pair[1]}", marks=[] if pair in FEW else [pytest.mark.slow]) for pair in ALL],
+)
+def test_every_method(build: Callable[[], Made], method: str) -> None:
+    """Norms compute in single precision at the most, which moved weights show."""
+    options, point = METHODS[method]
+    got, truth, _ = scores(build, options, point, 1e-5)
+    assert relative_error(got, truth) < 1e-6
+    if point:
+        plain = scores(build, {"credit": "step", "method": "first"}, 0.0, 1e-5)[1]
+        assert relative_error(plain, truth) > 1e-6  # the control: where the gradient is taken shows

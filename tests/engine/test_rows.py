@@ -58,7 +58,7 @@ class Windows(nn.Module):
 
 
 class UnsqueezedPositions(nn.Module):
-    """Positions that the model indexes, so that they cannot be expanded to the batch."""
+    """Positions that the model indexes, so that copies, one per sample, cannot take their place at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +67,23 @@ class UnsqueezedPositions(nn.Module):
 
     def forward(self, x):
         return self.inner(x + self.table(torch.arange(x.shape[1]))[None])
+
+
+class RelativePositions(UnsqueezedPositions):
+    """A table of pairs of positions, permuted before it meets the samples, twice."""
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1])
+        bias = self.table((places[None, :] - places[:, None]).abs()).permute(2, 0, 1).tanh()[None]
+        scores = (x @ x.transpose(1, 2))[:, None] + bias
+        return self.inner((scores.softmax(-1) * bias).sum(-1).transpose(1, 2) + x)
+
+
+class MultipliedPositions(UnsqueezedPositions):
+    """Positions by which the samples are multiplied as by a weight."""
+
+    def forward(self, x):
+        return self.inner(nn.functional.linear(x, self.table(torch.arange(D))))
 
 
 def attempt(module: nn.Module, n: int = 3, t: int = 3, **options):
@@ -140,9 +157,24 @@ def test_multihead_attention_batch_first_is_scored() -> None:
     assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
 
 
-def test_positions_that_cannot_be_expanded_are_refused_by_name() -> None:
-    with pytest.raises(RowOwnershipError, match="table"):
-        attempt(UnsqueezedPositions())
+@pytest.mark.parametrize("module", [UnsqueezedPositions, RelativePositions])
+@pytest.mark.parametrize(("n", "t"), [(3, 3), (4, 3), (2, 5), (1, 3)])
+def test_positions_that_are_worked_on_before_they_meet_the_samples(module, n: int, t: int) -> None:
+    torch.manual_seed(0)
+    model = module().double()
+    twin = module().double()
+    twin.load_state_dict(model.state_dict())
+    accountant, x = attempt(model, n, t)
+    params = list(twin.parameters())
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), n, params)
+    g_val = gradients(twin(x[:1]).square().sum(), params)
+    truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], g_val)
+    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+def test_positions_that_cannot_be_copied_are_refused_by_name() -> None:
+    with pytest.raises(RowOwnershipError, match="table runs once for the whole batch"):
+        attempt(MultipliedPositions())
 
 
 def test_positions_with_as_many_positions_as_samples() -> None:

@@ -262,7 +262,10 @@ class Attachment:
             desk = Desk(Board()) if site is None else listener.desk(site)
             self._observed.append((module, reference, desk, (ObservedModel, *kinds) if module in doors else kinds))
         self._holders = [
-            (module, weakref.ref(site), names) for site in sites if site.rule.reads for module, names in site.holders().items()
+            (module, weakref.ref(site), names)
+            for site in sites
+            if site.rule.reads or site.read_outside
+            for module, names in site.holders().items()
         ]
         self._swapped: list[tuple[nn.Module, type[nn.Module]]] = []
         self._handles: list[Any] = [p.register_post_accumulate_grad_hook(self._gradient_hook()) for p in parameters]

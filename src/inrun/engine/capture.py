@@ -22,11 +22,12 @@ from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
-from inrun.engine.reads import RecordingReader, ScoringReader, track
+from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
-from inrun.layers import Call, Output, Owned, Tapped
+from inrun.layers import Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
+from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
 
@@ -58,11 +59,14 @@ class Capture:
         self._reader: ScoringReader | None = None
         if not check_rows:
             for site in sites:
+                site.let_be_read(False)
                 if site.rule.reads:
                     site.fall_back()  # where parameters meet the samples must be seen
         #: Modules that were seen to run more than once in a forward.
         self.repeated: set[Site] = set()
         self._paused = False
+        #: The module whose own call runs, where what is read outside of it is followed, too.
+        self._inside: Site | None = None
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
         #: While not None: the modules that are called, and whether with gradient.
@@ -203,8 +207,20 @@ class Capture:
             self._noted[site] = self._noted.get(site, False) or torch.is_grad_enabled()
         if site.rule.reads:
             return original(*args, **kwargs)
+        if not site.read_outside:
+            return self._route(site, original, args, kwargs)
+        before, self._inside = self._inside, site
+        try:
+            return self._route(site, original, args, kwargs)
+        finally:
+            self._inside = before
+
+    def _route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder is not None and not self._paused:
-            return self._recorder.call(site, original, args, kwargs)
+            out = self._recorder.call(site, original, args, kwargs)
+            if isinstance(self._recorder, Recorder) and self._recorder.is_apart(site, args, kwargs):
+                return output_apart(site, out, None, RecordingReader(self._recorder, self._recorder.samples))
+            return out
         if not self._observing:
             return original(*args, **kwargs)
         micro = self._micro
@@ -228,7 +244,9 @@ class Capture:
     def read(self, site: Site, name: str, value: nn.Parameter) -> Tensor:
         """Hand out a parameter that a forward reads: tracked while that forward is recorded or scored."""
         micro = self._micro
-        if micro is None or self._paused or not site.rule.reads or site.scored[name].parameter is not value:
+        if micro is None or self._paused or not (site.rule.reads or site.read_outside) or self._inside is site:
+            return value
+        if site.scored[name].parameter is not value:
             return value
         if isinstance(self._recorder, CallRecorder):
             return value
@@ -241,15 +259,23 @@ class Capture:
         return self._reader.whole(found.track) if micro.n == 1 else found
 
     def _score(
-        self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        site: Site,
+        micro: Microbatch,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Layout | None = None,
     ) -> Any:
         rule, module, n = site.rule, site.module, micro.rows
         if not site.holds_its_parameters():
             return original(*args, **kwargs)  # torch.func.functional_call with other weights trains none of ours
+        if args and isinstance(args[0], Tracked):
+            return self._score_on_apart(site, micro, original, args[0])
         inputs = rule.inputs(module, args, kwargs)
         lead = inputs[0]
         telling = rule.lead(module, args, kwargs)
-        layout = self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
+        layout = known or self.rows.layout(site, lead.shape if telling is None else telling.shape, n)
         turn = layout if layout in TURNED else ""
         constants = rule.constants(module)
         if isinstance(micro, MergedMicrobatch):
@@ -274,6 +300,11 @@ class Capture:
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
+        if layout == "apart" and micro.documents is not None:
+            raise StepError(
+                f"{site.name} runs once for the whole batch and its output is worked on before it meets the samples, which is not "
+                "scored for ids per position (packed documents); give one id per row"
+            )
         expands, one = layout in SHARED, layout == "free" and lead.shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(n, *x.shape[1 if one else 0 :]) for x in inputs)
@@ -286,7 +317,15 @@ class Capture:
             return out
         site.note_form("project")
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
-        return Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+        tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+        return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
+
+    def _score_on_apart(self, site: Site, micro: Microbatch, original: Callable[..., Any], x: Tracked) -> Any:
+        """Run a layer on what another one made without any sample: on one copy per sample, which is followed in turn."""
+        assert self._reader is not None
+        copies = self._reader.spread(x.track, 0, micro.n, x.dim() + 1)
+        out = self._score(site, micro, original, (copies,), {}, "rows")
+        return output_apart(site, out[0], out, self._reader)
 
     def _score_whole(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -297,13 +336,17 @@ class Capture:
         assert lead is not None
         if not site.holds_its_parameters():
             return original(*args, **kwargs)
-        if self.rows.layout(site, lead.shape, n) != "rows":
+        if micro.documents is not None:
+            micro.documents.check_call(site, lead.shape)
+        if self.rows.layout(site, lead.shape, n) not in (("rows", "flat") if rule.flat else ("rows",)):
             raise RowOwnershipError(
                 f"{site.title} is called with {lead.shape[0]} sequences for {n} samples; give it one per sample"
             )
-        owned = self.form != "project" and not torch.is_autocast_enabled(lead.device.type) and lead.dtype.itemsize >= 4
+        rounded = torch.is_autocast_enabled(lead.device.type)
+        owned = self.form != "project" and not rounded and lead.dtype.itemsize >= 4
         constants = rule.constants(module)
-        asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
+        dtype = torch.get_autocast_dtype(lead.device.type) if rounded else lead.dtype
+        asks, asked, buffers = micro.ask(site, constants, inputs, dtype)
         if not asks:
             return original(*args, **kwargs)
         site.note_form("shared" if owned else "project")

@@ -16,7 +16,7 @@ from inrun.engine.directions import Directions
 from inrun.engine.microbatch import Kept, Microbatch
 from inrun.engine.sites import Scored, Site
 from inrun.errors import ConfigurationError, CoverageError, StepError
-from inrun.layers import Ask, nbytes_of
+from inrun.layers import Ask, LayerRule, nbytes_of
 from inrun.layers.squares import squares_of_sum
 from inrun.torch_private import current_backward
 
@@ -64,7 +64,14 @@ class Extras:
         self._told: dict[Microbatch, Told] = {}
 
     def ask(
-        self, micro: Microbatch, site: Site, name: str, constants: object, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self,
+        micro: Microbatch,
+        site: Site,
+        rule: LayerRule,
+        name: str,
+        constants: object,
+        inputs: tuple[Tensor, ...],
+        dtype: torch.dtype,
     ) -> tuple[list[Ask], list[Tensor], list[Tensor]]:
         """Return what is asked of one parameter in one call, beside its contraction: asks, directions, probes."""
         told, s = self._told.setdefault(micro, Told()), site.scored[name]
@@ -73,10 +80,10 @@ class Extras:
         given: list[Tensor] = []
         probes: list[Tensor] = []
         if len(s.uses) > 1 or site in self.repeated:
-            kind, parts = micro.kept_as(site, constants, name, s.parameter, inputs, dtype)
+            kind, parts = micro.kept_as(rule, constants, name, s.parameter, inputs, dtype)
             micro.allowance.take(nbytes_of(parts))
             leaves = [micro.leaf(*part) for part in parts]
-            waiting = Kept(s, site, constants, kind, leaves, micro.documents)
+            waiting = Kept(s, site, rule, constants, kind, leaves, micro.documents)
             for place, x in enumerate(leaves):
                 micro.watched(x, (s,), waiting, place)
             told.uses.setdefault(s, []).append(waiting)

@@ -232,7 +232,7 @@ class MergedMicrobatch(Microbatch):
             return kind, self._formed[key].leaves
         self.allowance.take(nbytes_of(parts))
         leaves = [self._leaf(*part, self.device) for part in parts]
-        waiting = Kept(s, site, constants, kind, leaves, None)
+        waiting = Kept(s, site, site.rule, constants, kind, leaves, None)
         for place, x in enumerate(leaves):
             self.watched(x, (s,), waiting, place)
         if postponed:

@@ -21,7 +21,7 @@ from inrun.engine.directions import Asks
 from inrun.engine.documents import Documents
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
-from inrun.layers import Ask, GradientShape, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
+from inrun.layers import Ask, GradientShape, LayerRule, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
 from inrun.torch_private import current_backward, version_of
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Kept(Waiting):
         self,
         scored: Scored,
         site: Site,
+        rule: LayerRule,
         constants: Any,
         kind: type[GradientShape],
         leaves: list[Tensor],
@@ -114,7 +115,7 @@ class Kept(Waiting):
     ) -> None:
         """``kind`` is the shape they are kept in, ``leaves`` its parts'."""
         super().__init__(f"a {type(site.module).__name__}", leaves)
-        self.scored, self.rule, self.constants, self.kind, self.documents = scored, site.rule, constants, kind, documents
+        self.scored, self.rule, self.constants, self.kind, self.documents = scored, rule, constants, kind, documents
 
     def shapes(self) -> list[GradientShape]:
         """Return the gradients, one shape per backward."""
@@ -267,12 +268,19 @@ class Microbatch:
         return leaves[s]
 
     def ask(
-        self, site: Site, constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype, only: str | None = None
+        self,
+        site: Site,
+        constants: Any,
+        inputs: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        only: str | None = None,
+        rule: LayerRule | None = None,
     ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor]]:
         """Tell what is wanted of a call: asks, directions followed by probes, and memory for what is kept formed.
 
-        ``only`` asks for one parameter of the module.
+        ``only`` asks for one parameter of the module, ``rule`` for what another rule than the module's own makes of it.
         """
+        rule = rule or site.rule
         asks: list[Ask] = []
         directions: list[Tensor] = []
         probes: list[Tensor] = []
@@ -283,16 +291,16 @@ class Microbatch:
             if not s.parameter.requires_grad:  # frozen for this use: it gets no gradient of it
                 continue
             if self.extras is not None:
-                more = self.extras.ask(self, site, name, constants, inputs, dtype)
+                more = self.extras.ask(self, site, rule, name, constants, inputs, dtype)
                 asks, directions, probes = asks + more[0], directions + more[1], probes + more[2]
             if self.directions.is_zero(s):
                 continue
             if dtype.itemsize < 4:
                 self.coarse[s.parameter] = dtype
-            direction = self.directions.stream(s, site.rule.sparse)
+            direction = self.directions.stream(s, rule.sparse)
             sketch = self.directions.sketch(s)
             if sketch is not None:
-                parts = self._sketched_as(site, sketch.plan, inputs)
+                parts = self._sketched_as(rule, sketch.plan, inputs)
                 leaves = self._sketch_leaves(s, site, parts)
                 if direction is not None:
                     directions.append(direction.v)
@@ -302,19 +310,19 @@ class Microbatch:
                 probes += leaves
                 continue
             if direction is not None:
-                by_rows = self.directions.by_rows(s) and site.rule.rows_are_classes(name, s.parameter)
+                by_rows = self.directions.by_rows(s) and rule.rows_are_classes(name, s.parameter)
                 asks.append(Ask(name, by_rows))
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
-            kind, parts = self.kept_as(site, constants, name, s.parameter, inputs, dtype)
+            kind, parts = self.kept_as(rule, constants, name, s.parameter, inputs, dtype)
             key = (s, *parts[0])
             if kind.summable and key in self._formed:
                 leaves = self._formed[key].leaves
             else:
                 self.allowance.take(nbytes_of(parts))
                 leaves = [self._leaf(*part, self.device) for part in parts]
-                waiting = Kept(s, site, constants, kind, leaves, self.documents)
+                waiting = Kept(s, site, rule, constants, kind, leaves, self.documents)
                 for place, x in enumerate(leaves):
                     self.watched(x, (s,), waiting, place)
                 self.kept.append(waiting)
@@ -329,17 +337,17 @@ class Microbatch:
         return tuple(asks), [*directions, *probes], buffers
 
     def kept_as(
-        self, site: Site, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
+        self, rule: LayerRule, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[type[GradientShape], Parts]:
         """Tell as which shape and tensors the gradients of a parameter are kept."""
         if self.documents is None:
-            return site.rule.kept_as(constants, name, parameter, inputs, dtype, self.n)
-        return self.documents.packing.kept_as(site.rule, constants, name, parameter, inputs, dtype)
+            return rule.kept_as(constants, name, parameter, inputs, dtype, self.n)
+        return self.documents.packing.kept_as(rule, constants, name, parameter, inputs, dtype)
 
-    def _sketched_as(self, site: Site, plan: SketchPlan, inputs: tuple[Tensor, ...]) -> Parts:
+    def _sketched_as(self, rule: LayerRule, plan: SketchPlan, inputs: tuple[Tensor, ...]) -> Parts:
         if self.documents is None:
-            return site.rule.sketched_as(plan, inputs, self.dtype, self.n)
-        return self.documents.packing.sketched_as(site.rule, plan, inputs, self.dtype)
+            return rule.sketched_as(plan, inputs, self.dtype, self.n)
+        return self.documents.packing.sketched_as(rule, plan, inputs, self.dtype)
 
     def _sketch_leaves(self, s: Scored, site: Site, parts: Parts) -> list[Tensor]:
         """Return the probes of a sketch: buckets are added up over calls, rows are not."""

@@ -207,6 +207,11 @@ class Plan:
         rule, module, inputs = site.rule, site.module, seen.stand_ins()
         constants = rule.constants(module)
         layout = self.layouts.layout(site, inputs[0].shape, micro.n)
+        if layout == "apart":
+            raise StepError(
+                f"{site.name} runs once for the whole batch and its output is worked on before it meets the samples (tables of "
+                "relative positions), which is scored in models that are not compiled; leave torch.compile out"
+            )
         free = layout in SHARED
         owned = (
             not free

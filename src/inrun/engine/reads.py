@@ -16,10 +16,11 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
-from inrun.layers.reads import LinearReadRule, LookUpRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
-from inrun.layers.seam_reads import Multiplied, Spread, expanded
+from inrun.layers.reads import LinearReadRule, LookUpRule, ReadRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
+from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 
-_spread, _linear, _looked_up = SpreadRule(), LinearReadRule(), LookUpRule()
+_spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
 #: Returns the layout of a call: site, shape, samples.
 LayoutOf = Callable[[Site, torch.Size, int], Layout]
 
@@ -27,6 +28,12 @@ LayoutOf = Callable[[Site, torch.Size, int], Layout]
 def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
     """Hand out a parameter that is read."""
     return Tracked.of(Track(parameter, {Root(site, name): (parameter, None, True)}, reader))
+
+
+def output_apart(site: Site, out: Tensor, copies: Tensor | None, reader: Any) -> Tracked:
+    """Hand out what a layer made without any sample; ``copies``, one per sample, bring its gradient."""
+    root = Root(site, f"the output of {site.name}", copies, object())
+    return Tracked.of(Track(out, {root: (out, None, True)}, reader))
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -47,6 +54,8 @@ class RecordingReader:
 
     def look_up(self, table: Track, rows: Tensor) -> Tensor:
         """Look up, and disturb one sample's rows where that is wanted."""
+        if table.made_apart is not None:
+            raise UnreadableError(table, "a look-up")
         return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n)
 
     def check(self, track: Track, operation: Any) -> None:
@@ -60,13 +69,27 @@ class RecordingReader:
 
     def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
         """Expand, and disturb one sample's copy where that is wanted."""
+        if track.made_apart is not None and len(track.roots) > 1:
+            raise UnreadableError(track, "an operation, mixed with other parameters")
         return self.recorder.spread({root.site for root in track.roots}, expanded(track.plain, dim, size, dims), dim, self.n)
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Note whose rows ``x`` has."""
+        if weight.made_apart is not None or (isinstance(bias, Track) and bias.made_apart is not None):
+            raise UnreadableError(weight, F.linear)
         for site in {root.site for root in weight.roots}:
             self.recorder.note(site, x)
         return _multiply(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, transposed)
+
+    def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Note whose rows ``x`` has."""
+        apart = [t for t in (weight, bias) if isinstance(t, Track) and t.made_apart is not None]
+        if apart or geometry_of(weight.plain, options) is None:
+            raise UnreadableError(weight, func)
+        for site in {root.site for root in weight.roots}:
+            self.recorder.note(site, x)
+        made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
+        return made
 
 
 class ScoringReader:
@@ -116,7 +139,7 @@ class ScoringReader:
         ways: dict[str, tuple[str, Way]] = {}
         for kind, used in tracks.items():
             for root, way in used.roots.items():
-                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, only=root.name)
+                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, root.name, _read)
                 if not some:
                     continue
                 key = f"{kind} {len(ways)}"
@@ -136,6 +159,11 @@ class ScoringReader:
 
     def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
         """Expand, and have the gradients of the copies."""
+        if (root := track.made_apart) is not None:
+            assert root.copies is not None
+            function = track.roots[root][1]
+            each = root.copies if function is None else torch.func.vmap(function)(root.copies)
+            return arranged(each, dim, size, dims)
         asks, asked, buffers, ways = self._ask({"weight": track}, (track.plain,), track.plain.dtype, "spread")
         if not asks:
             return expanded(track.plain, dim, size, dims)
@@ -162,5 +190,19 @@ class ScoringReader:
             out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
             return out
         made = _multiply(x, weight.plain, plain_bias, transposed)
+        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        return tapped
+
+    def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Convolve as the framework does, and have the gradients of weight and bias."""
+        site = next(iter(weight.roots)).site
+        if self.layout(site, x.shape, self.n) not in ("rows", "flat"):
+            raise UnreadableError(weight, func)
+        made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
+        tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})
+        asks, asked, buffers, ways = self._ask(tracks, (x,), made.dtype, "project")
+        if not asks:
+            return made
+        call = Call(_convolved, (geometry_of(weight.plain, options), ways), self.n, asks)
         tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped

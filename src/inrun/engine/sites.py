@@ -69,6 +69,8 @@ class Site:
     rule: LayerRule
     #: By name relative to the module.
     scored: dict[str, Scored]
+    #: Whether the module around it may read its parameters instead of calling it.
+    read_outside: bool = False
     _forms: set[str] = field(default_factory=set)
     #: Parameters that the module registers and does not use itself.
     _idle: set[str] = field(default_factory=set)
@@ -92,6 +94,10 @@ class Site:
     def note_shared_output(self, index: int) -> None:
         """Remember that an output belongs to all samples at once."""
         self._shared_outputs.add(index)
+
+    def let_be_read(self, allowed: bool = True) -> None:
+        """Follow what is read of its parameters outside its own calls, too (or not)."""
+        self.read_outside = allowed
 
     def fall_back(self) -> None:
         """Run the module again instead of scoring what it reads."""
@@ -209,6 +215,17 @@ def _inside(name: str, owners: Iterable[str]) -> bool:
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
+def _find_read_outside(model: nn.Module, sites: list[Site]) -> None:
+    """Watch the children of modules that read parameters: they like to read their children's, too (Mamba's convolution)."""
+    of_module = {site.module: site for site in sites}
+    for module in model.modules():
+        children = [site for child in module.children() if (site := of_module.get(child)) is not None]
+        watched = [s for s in children if not (s.rule.reads or s.rule.replays or s.rule.whole or s.rule.sparse)]
+        if watched and own_parameters(module) and find_rule(module) is None:
+            for site in watched:
+                site.let_be_read()
+
+
 def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Site]:
     """Find the modules to observe, one per module object; tell every parameter who scores it."""
     sites: list[Site] = []
@@ -232,6 +249,7 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         for local, s in own.items():
             s.add_use(site, local)
         sites.append(site)
+    _find_read_outside(model, sites)
     unowned = [s.name for s in scored.values() if not s.uses]
     if unowned:
         raise CoverageError(f"no module owns the trainable parameters {', '.join(unowned)}")

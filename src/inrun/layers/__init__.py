@@ -1,6 +1,15 @@
 """Map one layer's inputs and output gradient to per-sample gradients: the registry and the rules it holds."""
 
-from inrun.layers import bilinear, channels, convolution, embedding, linear, norm, recurrent  # noqa: F401 - importing registers the rules
+from inrun.layers import (  # noqa: F401 - importing registers the rules
+    bilinear,
+    channels,
+    convolution,
+    embedding,
+    experts,
+    linear,
+    norm,
+    recurrent,
+)
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
 from inrun.layers.merged import Merged, MergedAsk, MergedCall

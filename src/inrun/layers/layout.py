@@ -7,6 +7,7 @@ dimensions of a module's tensors map to samples is its *layout*:
 ``flat``  samples are laid end to end in the leading dimension, ``[n·t, ...]``
 ``free``  the tensor has no sample dimension (position embeddings), or stands for a batch of one: every sample shares it
 ``bare``  the same, where a leading dimension of 1 is not a batch of one (position embeddings of a single position)
+``apart`` the same, where the output is worked on before it meets the samples (T5's table of relative positions)
 
 Two more are *turned* into the normal form, by layers that treat all positions alike:
 
@@ -23,9 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["rows", "flat", "free", "bare", "second", "cycled"]
+Layout = Literal["rows", "flat", "free", "bare", "apart", "second", "cycled"]
 #: Every sample shares the tensor.
-SHARED: tuple[Layout, ...] = ("free", "bare")
+SHARED: tuple[Layout, ...] = ("free", "bare", "apart")
 TURNED = ("second", "cycled")
 
 

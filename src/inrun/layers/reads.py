@@ -6,6 +6,7 @@ per-sample gradients at q are of a known kind:
 
 *spread*   an elementwise operation broadcasts q over the samples, or ``expand`` does: q is given one copy per sample, so that
            autograd itself brings the gradient of every copy, d_n; then g_n = Jᵀ d_n with J = ∂f/∂p
+*convolution*  q is the weight of a convolution of the samples (``reads_convolved.py``)
 *linear*   q is the weight of a product with the samples: d_n = Σ_t b_nt a_ntᵀ, and ⟨g_n, v⟩ = ⟨d_n, J v⟩
 
 Any other meeting raises :class:`UnreadableError`, and the module goes through the fallback.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,7 @@ ELEMENTWISE = {
     *(torch.addcmul, torch.lerp, T.where, T.lerp, T.addcmul, T.__rpow__, torch.multiply, torch.subtract),
 }
 LINEAR = {F.linear}
+CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 PRODUCTS = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm}
 #: Operations that may give a tensor its rows.
 REPEATING = {T.expand, T.repeat, T.expand_as, torch.broadcast_to, T.broadcast_to, torch.tile, T.tile, T.repeat_interleave}
@@ -89,10 +91,15 @@ class UnreadableError(CoverageError):
 
 @dataclass(frozen=True)
 class Root:
-    """A parameter that is read: whose it is, and its name there."""
+    """A parameter that is read: whose it is, and its name there. Or an output that a layer made without any sample.
+
+    ``copies`` of such an output, ``[n, *shape]``, bring its gradient sample by sample; ``call`` tells calls apart.
+    """
 
     site: Any
     name: str
+    copies: Tensor | None = field(default=None, compare=False)
+    call: Any = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,11 @@ class Track:
     def name(self) -> str:
         """Return the names of the parameters."""
         return ", ".join(root.name for root in self.roots)
+
+    @property
+    def made_apart(self) -> Root | None:
+        """Return the output of a layer from which it was computed, if it was; nothing else may be in it then."""
+        return next((root for root in self.roots if root.call is not None), None)
 
 
 class Reader(Protocol):
@@ -138,6 +150,10 @@ class Reader(Protocol):
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Return x weightᵀ + bias (or x weight + bias where ``transposed``)."""
+        ...
+
+    def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
+        """Return ``func(x, weight, bias, **options)``, a convolution."""
         ...
 
 
@@ -205,6 +221,10 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return reader.linear(args[0], args[1].track, None, transposed=True)
     if met and func is F.scaled_dot_product_attention and not any(isinstance(x, Tracked) for x in args):
         return _elementwise(reader, func, args, kwargs, [args[0]])  # a mask is broadcast
+    if met and func in PRODUCTS and isinstance(args[0], Tracked) and args[0].dim() == 2 and args[1].dim() > 2:
+        return reader.linear(args[1].transpose(-1, -2), args[0].track, None, transposed=False).transpose(-1, -2)
+    if met and func in CONVOLUTIONS:
+        return _convolve(reader, func, args, kwargs)
     index = _index(func, args, kwargs, n)
     if index is not None:
         return reader.look_up(index[0], index[1])
@@ -319,6 +339,15 @@ def _linear(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> Ten
     if isinstance(x, Tracked) or not isinstance(weight, Tracked) or weight.dim() != 2:
         raise UnreadableError(next(_tracks((x, weight, bias))), func)
     return reader.linear(x, weight.track, bias.track if isinstance(bias, Tracked) else bias, transposed=False)
+
+
+def _convolve(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    x, weight, bias = options.pop("input"), options.pop("weight"), options.pop("bias", None)
+    if isinstance(x, Tracked) or not isinstance(weight, Tracked) or x.dim() != weight.dim():
+        raise UnreadableError(next(_tracks((x, weight, bias))), func)
+    return reader.convolve(func, x, weight.track, bias.track if isinstance(bias, Tracked) else bias, options)
 
 
 # What the gradients are, seen from the parameter

@@ -64,6 +64,8 @@ class LayerRule:
     reads: ClassVar[bool] = False
     #: Whether the rule runs whole modules, of many parameters and outputs (``run_scored``).
     whole: ClassVar[bool] = False
+    #: Whether such a module may be given the positions of all samples end to end.
+    flat: ClassVar[bool] = False
     #: Whether all leading dimensions are alike, so that samples need not be in the first.
     turns: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.

@@ -49,6 +49,13 @@ def expanded(q: Tensor, dim: int, size: int, dims: int) -> Tensor:
     return q.reshape(shape).expand(*(size if i == dim else -1 for i in range(dims)))
 
 
+def arranged(copies: Tensor, dim: int, size: int, dims: int) -> Tensor:
+    """Return copies ``[n, *shape]`` of a tensor as :func:`expanded` would lay it out; blocks of copies belong to one sample."""
+    n, shape = len(copies), [1] * (dims - copies.dim() + 1) + list(copies.shape[1:])
+    each = copies.reshape(n, *shape).repeat_interleave(size // n, 0) if size > n else copies.reshape(n, *shape)
+    return each.movedim(0, dim).squeeze(dim + 1)
+
+
 class Multiplied(torch.autograd.Function):
     """A product with a weight that was read; its gradient and the contractions come from the same products."""
 

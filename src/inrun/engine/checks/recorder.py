@@ -50,6 +50,13 @@ def fingerprint(x: Tensor) -> Tensor:
     return (flat @ weights).double()
 
 
+def disturb(x: Tensor) -> None:
+    """Change every entry by another amount: what is the same for all would vanish in a softmax or a norm."""
+    generator = torch.Generator().manual_seed(x.numel())
+    amounts = torch.rand(x.shape, generator=generator).add_(0.5).to(x.device, x.dtype)
+    x += amounts * (1.0 + x.abs().max())
+
+
 class Recorder:
     """Replaces scoring while a forward is run to see which rows move."""
 
@@ -63,16 +70,19 @@ class Recorder:
         packing: Packing | None = None,
         disturb_spread: int | None = None,
         with_grad: bool = False,
+        apart: frozenset[tuple[Site, Pattern]] = frozenset(),
+        samples: int = 0,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
 
         A leading dimension of 1 is expanded as a batch of one, but for the calls ``bare``.
 
         ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output, ``disturb_spread`` a sample's copy of
-        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. With a
+        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. Outputs of
+        calls ``apart`` are handed out as what is read is, since they are worked on before they meet the ``samples``. With a
         ``packing``, what has positions is noted position by position instead of row by row.
         """
-        self.packing = packing
+        self.packing, self.apart, self.samples = packing, apart, samples
         self.disturb_spread, self.with_grad = disturb_spread, with_grad
         #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
         self.constants: list[tuple[UnreadableError, Tensor]] = []
@@ -94,7 +104,9 @@ class Recorder:
             return self._call_without_rule(site, original, args, kwargs)
         tracked = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tracked)), None)
         if tracked is not None:
-            raise UnreadableError(tracked.track, f"a {type(site.module).__name__}")
+            if tracked.track.made_apart is None or len(args) != 1 or kwargs or site.rule.whole:
+                raise UnreadableError(tracked.track, f"a {type(site.module).__name__}")
+            return original(tracked.track.plain)  # what it makes has no samples either
         lead = site.lead(args, kwargs)
         if lead is None or lead.dim() == 0:
             raise RowOwnershipError(f"{site.name} was called without a tensor that has rows")
@@ -103,14 +115,21 @@ class Recorder:
         out = original(*args, **kwargs)
         if index == self.disturb:
             out = out.clone()
-            out[self.row] += 1.0 + out[self.row].abs().max()
+            disturb(out[self.row])
         if self.expand is not None and index in self.expand[0]:
             batched = lead.shape[0] == 1 and index not in self.bare
             out = (out if batched else out.unsqueeze(0)).expand(self.expand[1], *out.shape[1 if batched else 0 :])
             if self.disturb_copy:
                 out = out.clone()
-                out[self.row] += 1.0 + out[self.row].abs().max()
+                disturb(out[self.row])
         return out
+
+    def is_apart(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the output of a call is to be handed out as what is read is."""
+        if any(isinstance(x, Tracked) for x in args):
+            return not (site.rule.replays or site.rule.reads)
+        lead = site.lead(args, kwargs) if self.apart and not (site.rule.replays or site.rule.reads) else None
+        return lead is not None and (site, pattern_of(lead.shape, self.samples)) in self.apart
 
     def _print(self, x: Tensor) -> Tensor:
         if self.packing is None or self.packing.features(x.shape) is None:
@@ -140,12 +159,11 @@ class Recorder:
     def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
         """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""
         self.spreading |= sites
+        copies = copies.clone()  # always: other strides may round in another way
         if self.disturb_spread is None:
             return copies
-        copies = copies.clone()
         block = copies.shape[dim] // n
-        one = copies.narrow(dim, self.disturb_spread * block, block)
-        one += 1.0 + one.abs().max()
+        disturb(copies.narrow(dim, self.disturb_spread * block, block))
         return copies
 
     def _call_without_rule(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

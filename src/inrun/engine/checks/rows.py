@@ -19,7 +19,7 @@ from inrun.engine.checks.exchange import exchange_sample
 from inrun.engine.checks.recorder import Entry, Pattern, Recorder, fingerprint, moved_rows, pattern_of
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
-from inrun.errors import IdsError, RowOwnershipError
+from inrun.errors import CoverageError, IdsError, RowOwnershipError
 from inrun.layers import Layout, unused_parameters
 from inrun.layers.layout import SHARED
 from inrun.layers.reads import UnreadableError
@@ -60,6 +60,8 @@ class RowCheck:
         self._guessed: list[tuple[Site, torch.Size, Layout]] = []
         self._examined: set[Site] = set()
         self._told_coupling = False
+        #: Calls without samples whose outputs are worked on before they meet the samples.
+        self._apart: frozenset[tuple[Site, Pattern]] = frozenset()
 
     # Before and after the user's forward
 
@@ -137,19 +139,27 @@ class RowCheck:
 
     # The look itself
 
+    def _recorder(self, n: int, **options: Any) -> Recorder:
+        """Return a recorder; where parameters are read, of a run with gradient.
+
+        Forwards of autograd functions, which run without, can be told then. All runs of a look are alike in that: without
+        gradient some products are done in another order, which rounds in another way.
+        """
+        with_grad = bool(self._apart) or any(site.rule.reads for site in self.sites)
+        return Recorder(apart=self._apart, samples=n, with_grad=with_grad, **options)
+
     def _record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Tensor]]:
         """Run the model and return the recorder and the model's outputs."""
-        return recorder, float_tensors(self.run(arguments, recorder))
-
-    def _record_first(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
-        """The same for the first time: with gradient, so that forwards of autograd functions, which run without, can be told."""
-        return self._record(arguments, Recorder(with_grad=any(site.rule.reads for site in self.sites)))
+        return recorder, [x.detach() for x in float_tensors(self.run(arguments, recorder))]
 
     def _moved_constants(self, before: Recorder, after: Recorder) -> bool:
         """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
         for (problem, was), (_, now) in zip(before.constants, after.constants, strict=False):
             if bool(moved_rows(was, now).any()):
-                _fall_back([site for site in problem.sites if site.rule.reads], str(problem))
+                reading = [site for site in problem.sites if site.rule.reads]
+                if not reading:
+                    raise _unreadable(problem, before.samples)
+                _fall_back(reading, str(problem))
                 return True
         # Rows that are gathered by what a sample is (experts) change the calls themselves.
         reads = [[(e.site, e.shape) for e in r.entries if e.site is not None and e.site.rule.reads] for r in (before, after)]
@@ -162,19 +172,22 @@ class RowCheck:
         """See that one sample's copy of parameters that are read moves that sample alone; if not, they go through the fallback."""
         base, outputs = plain
         for row in (0, n - 1):
-            recorder, disturbed = self._record(arguments, Recorder(disturb_spread=row))
+            recorder, disturbed = self._record(arguments, self._recorder(n, disturb_spread=row))
             entries = recorder.entries
             pairs = [(b, a) for b, a in zip(base, entries, strict=False) if b.argument is None and b.shape == a.shape]
             pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
             if len(entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in pairs):
-                _fall_back(list(sites), "a parameter that is read reaches other samples than its own copy")
+                reading = [site for site in sites if site.rule.reads]
+                if not reading:
+                    raise RowOwnershipError(_free_message(", ".join(sorted({site.name for site in sites})), n))
+                _fall_back(reading, "a parameter that is read reaches other samples than its own copy")
                 return False
         return True
 
-    def _record_exchanged(self, arguments: Arguments) -> tuple[Recorder, list[Tensor]]:
+    def _record_exchanged(self, arguments: Arguments, n: int) -> tuple[Recorder, list[Tensor]]:
         """Run the model with one sample exchanged; it may not take such a batch."""
         try:
-            return self._record(arguments, Recorder())
+            return self._record(arguments, self._recorder(n))
         except (RowOwnershipError, UnreadableError):
             raise
         except Exception as error:
@@ -206,7 +219,7 @@ class RowCheck:
             except UnreadableError as problem:
                 reading = [site for site in problem.sites if site.rule.reads]
                 if not reading:
-                    raise
+                    raise _unreadable(problem, n) from problem
                 _fall_back(reading, str(problem))
 
     def _examine_once(
@@ -223,7 +236,7 @@ class RowCheck:
                 "verified. Pass the batch as tensors (also inside lists, mappings, dataclasses or objects with attributes), or "
                 "pass check_rows=False to vouch that the leading dimension of every module's input is the sample."
             )
-        recorder, outputs = self._record_first(arguments)
+        recorder, outputs = self._record(arguments, self._recorder(n))
         base = recorder.entries
         self._examine_unused(recorder)
         broken = next((e for e in base if not bool(torch.isfinite(e.rows).all())), None)
@@ -244,7 +257,7 @@ class RowCheck:
             if other is None:
                 continue
             seen = True
-            exchanged, exchanged_outputs = self._record_exchanged(other)
+            exchanged, exchanged_outputs = self._record_exchanged(other, n)
             if self._moved_constants(recorder, exchanged):
                 return self._examine(n, arguments, samples, again)
             moved_entries = exchanged.entries
@@ -270,7 +283,8 @@ class RowCheck:
         if again:
             known = [self._known.get((e.site, pattern_of(e.shape, n), min(n, 2))) for e in base if e.site is not None]
             layouts = [x if x is not None or e.argument is not None else k for x, k, e in zip(layouts, known, base, strict=True)]
-        return self._gather(n, arguments, (base, outputs), layouts, seen, check_free=not again), seen
+        found = self._gather(n, arguments, (base, outputs), layouts, seen, check_free=not again)
+        return self._examine(n, arguments, samples, again) if found is None else (found, seen)
 
     def _look_for_coupling(self, before: list[Tensor], after: list[Tensor], n: int, sample: int) -> None:
         """Say once that outputs of the model mix rows behind its last layer, as in-batch negatives do: every layer is separate."""
@@ -294,17 +308,22 @@ class RowCheck:
         layouts: list[Layout | None],
         seen: bool,
         check_free: bool,
-    ) -> dict[tuple[Site, Pattern, int], Layout]:
-        """Decide about the calls that no sample moved, and collect all layouts."""
+    ) -> dict[tuple[Site, Pattern, int], Layout] | None:
+        """Decide about the calls that no sample moved, and collect all layouts; None where a look must be taken again."""
         base, outputs = plain
         known_rows = [i for i, x in enumerate(layouts) if x is not None]
         for i, entry in enumerate(base):
             if layouts[i] is None and entry.argument is None:
                 layouts[i] = self._constant_layout(i, entry, n, arguments, plain, known_rows, seen)
-        free = {i for i, x in enumerate(layouts) if x in SHARED}
+        free = {i for i, x in enumerate(layouts) if x in SHARED and x != "apart"}
         if free and check_free:
-            for i in self._find_bare(free, n, arguments, base, outputs):
-                layouts[i] = "bare"
+            try:
+                for i in self._find_bare(free, n, arguments, base, outputs):
+                    layouts[i] = "bare"
+            except RowOwnershipError:
+                # Copies of the output cannot take its place: follow what is made of it, and copy where that meets the samples.
+                self._apart |= {(site, pattern_of(base[i].shape, n)) for i in free if (site := base[i].site) is not None}
+                return None
         found: dict[tuple[Site, Pattern, int], Layout] = {}
         for entry, layout in zip(base, layouts, strict=True):
             if layout is None:
@@ -330,6 +349,8 @@ class RowCheck:
         Position indices of shape [t] with t = n look like one row per sample; a disturbed position moves all samples.
         """
         assert entry.site is not None
+        if (entry.site, pattern_of(entry.shape, n)) in self._apart:
+            return "apart"
         if entry.output is not None:
             if seen:  # refused when gradient comes through it
                 entry.site.note_shared_output(entry.output)
@@ -339,19 +360,20 @@ class RowCheck:
         if not seen:
             return "rows"
         base, outputs = plain
-        recorder, after_outputs = self._record(arguments, Recorder(disturb=index, row=0))
-        after = recorder.entries
-        pairs = [(base[i], after[i]) for i in known if i < len(after)]
-        rows = [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.dim() and b.shape[0] % n == 0]
-        pairs += [(Entry(None, b.shape, fingerprint(b)), Entry(None, a.shape, fingerprint(a))) for b, a in rows]
-        moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
-        moved = [m for m in moved if bool(m.any())]
-        if not moved:
-            raise RowOwnershipError(
-                f"{entry.site.name} gets an input of shape {tuple(entry.shape)} that no sample changes, and nothing shows whether "
-                f"its {n} rows are samples; call it with another leading size than the batch, or let the model return its logits"
-            )
-        return "rows" if all(_only_block(m, n, 0) for m in moved) else "free"
+        for row in (0, n - 1):  # the first position of a causal model may show nothing
+            recorder, after_outputs = self._record(arguments, self._recorder(n, disturb=index, row=row))
+            after = recorder.entries
+            pairs = [(base[i], after[i]) for i in known if i < len(after)]
+            rows = [(b, a) for b, a in zip(outputs, after_outputs, strict=True) if b.dim() and b.shape[0] % n == 0]
+            pairs += [(Entry(None, b.shape, fingerprint(b)), Entry(None, a.shape, fingerprint(a))) for b, a in rows]
+            moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
+            moved = [m for m in moved if bool(m.any())]
+            if moved:
+                return "rows" if all(_only_block(m, n, row) for m in moved) else "free"
+        raise RowOwnershipError(
+            f"{entry.site.name} gets an input of shape {tuple(entry.shape)} that no sample changes, and nothing shows whether "
+            f"its {n} rows are samples; call it with another leading size than the batch, or let the model return its logits"
+        )
 
     def _find_bare(self, free: set[int], n: int, arguments: Arguments, base: list[Entry], outputs: list[Tensor]) -> frozenset[int]:
         """Return those of the calls without samples whose leading dimension of 1 is no batch of one."""
@@ -371,7 +393,7 @@ class RowCheck:
         """See that giving batch-free outputs one copy per sample changes no shape elsewhere."""
         names = ", ".join(sorted({site.name for i in free if (site := base[i].site) is not None}))
         try:
-            recorder, after_outputs = self._record(arguments, Recorder(expand=(free, n), bare=bare))
+            recorder, after_outputs = self._record(arguments, self._recorder(n, expand=(free, n), bare=bare))
         except Exception as error:
             raise RowOwnershipError(_free_message(names, n) + f" (the expanded forward failed: {error})") from error
         after = recorder.entries
@@ -383,12 +405,24 @@ class RowCheck:
             raise RowOwnershipError(_free_message(names, n))
         # Equal copies hide whose copy is used: change one sample's, and only its rows may move.
         for row in (0, n - 1):
-            recorder, disturbed = self._record(arguments, Recorder(expand=(free, n), bare=bare, disturb_copy=True, row=row))
+            changed = self._recorder(n, expand=(free, n), bare=bare, disturb_copy=True, row=row)
+            recorder, disturbed = self._record(arguments, changed)
             pairs = [(b, a) for b, a in zip(base, recorder.entries, strict=False) if b.argument is None and b.shape == a.shape]
             pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
             telling = [(b, a) for b, a in pairs if b.shape[0] % n == 0]
             if len(recorder.entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in telling):
                 raise RowOwnershipError(_free_message(names, n))
+
+
+def _unreadable(problem: UnreadableError, n: int) -> Exception:
+    """Return what to raise where no module can be run again instead: what is read belongs to a layer with a rule."""
+    names = ", ".join(sorted({site.name for site in problem.sites}))
+    if all(site.read_outside for site in problem.sites):
+        return CoverageError(
+            f"{names} cannot be scored: the module around it reads its parameters instead of calling it, and {problem}, which no "
+            "rule describes. Call the layer itself, or freeze it."
+        )
+    return RowOwnershipError(f"{_free_message(names, n)} ({problem})")
 
 
 def _free_message(names: str, n: int) -> str:
