@@ -24,7 +24,7 @@ from inrun.layers.layout import row_dots, scratch_like
 #: One column in so many stands for all where the error of an estimate is estimated.
 EVERY = 4
 #: Estimates of errors are multiplied by this: in 36 runs (docs/whole-credit.md) they were wider than the errors by a quarter,
-#: whatever the rate, the corpus and the validation rows, since the spreads of rows apart are added up as if they pointed the same way.
+#: whatever the rate, the corpus and the validation rows, since the spreads of rows apart are added up as if they were one.
 CALIBRATION = 0.8
 
 
