@@ -260,6 +260,15 @@ def test_steps_that_do_not_fit_are_refused() -> None:
             step.merge(torch.ones(()), torch.ones(()))
 
 
+def test_dropout_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for rate, expected in ((0.0, False), (0.5, True)):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate), nn.Linear(6, 3)).double()
+        caplog.clear()
+        with inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1)) as accountant:
+            merged_step(model, accountant, lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out[N:], y[N:])))
+        assert ("dropout in training mode (1)" in caplog.text) is expected
+
+
 def test_two_backwards_are_refused() -> None:
     model = perceptron().double()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

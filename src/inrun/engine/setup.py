@@ -21,6 +21,7 @@ from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
 from inrun.layers.forms import FORMS
+from inrun.layers.merged import drops_out
 from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
 from inrun.torch_private import buffers_written_silently, uncompiled
@@ -127,7 +128,7 @@ class Setup:
         """Say once what the user should know before training."""
         if self.foreign:
             log.warning("inrun: %d optimizer parameters are not part of the model and are not scored", len(self.foreign))
-        dropping = [n for n, m in self.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0 and m.training]
+        dropping = [n for n, m in self.model.named_modules() if drops_out(m)]
         if self.merges and dropping:
             log.warning(
                 "inrun: dropout in training mode (%s) also drops in the validation rows of merged steps, and draws other numbers "

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inrun.errors import StepError
 from inrun.layers.layout import SCRATCH_BYTES, turned
@@ -87,6 +87,12 @@ def gram(a: GradientShape, b: GradientShape) -> Tensor:
         products = (x.flatten(0, 1) @ right_x).mul_(y.flatten(0, 1) @ right_y)
         found.append(products.view(len(x), t, m, s).sum((1, 3)))
     return torch.cat(found) if found else a.x.new_zeros((0, m), dtype=dtype)
+
+
+def drops_out(module: nn.Module) -> bool:
+    """Whether a module draws random numbers for every row, validation rows too."""
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    return isinstance(module, kinds) and module.p > 0 and module.training
 
 
 def can_gram(shape: GradientShape) -> bool:
