@@ -44,8 +44,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return all modules, each once; several times as fast as ``model.modules()``, which hands every one up the tree."""
     found, waiting = {model: None}, [model]
     while waiting:
-        for child in waiting.pop()._modules.values():
-            if child is not None and child not in found:
+        for child in waiting.pop().children():
+            if child not in found:
                 found[child] = None
                 waiting.append(child)
     return list(found)
@@ -95,7 +95,7 @@ class BufferGuard:
     def hold(self) -> Iterator[None]:
         """Restore what is written to in the block."""
         modules = modules_of(self.model)
-        buffers = dict(self.model.named_buffers()) if any(m._buffers for m in modules) else {}
+        buffers = dict(self.model.named_buffers())
         flags = tuple(m.training for m in modules)
         written = self.written.get(flags)
         copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
@@ -164,7 +164,7 @@ def run_eagerly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def devices_of(model: nn.Module) -> list[torch.device]:
     """Return the devices that hold the model's parameters."""
-    return list({p.device for m in modules_of(model) for p in m._parameters.values() if p is not None})
+    return list({p.device for p in model.parameters()})
 
 
 def seed_of(step: int, salt: int) -> int:
