@@ -84,7 +84,7 @@ def test_gradient_through_an_output_without_rows_is_refused() -> None:
             self.scale = nn.Parameter(torch.ones(1, 1, 1))
 
         def forward(self, x):
-            return nn.functional.conv1d(x.unsqueeze(1), self.scale).square().mean()  # an operation that no rule follows
+            return nn.functional.conv_transpose1d(x.unsqueeze(1), self.scale).square().mean()  # an operation that no rule follows
 
     model = LossInside()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
