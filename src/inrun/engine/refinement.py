@@ -24,7 +24,7 @@ from inrun.methods.midpoint import find_quadrature
 #: The residual of a step that is put up with, relative to Σ|c| of what it paid, and the rules tried one after the other.
 RESIDUAL, FINER = 0.01, ("gauss2", "gauss3")
 #: Pieces that the way of a rough step is cut into at most, where these do not do.
-MOST_PIECES = 33
+MOST_PIECES = 65
 #: Signs of a rough step: clipped to a fraction of what is usual, or a fall (or rise) of so many times the usual one.
 CLIPPED, LARGE = 0.3, 3.0
 #: Steps that the usual is taken from, and those at the beginning that are always measured.
