@@ -16,7 +16,7 @@ from inrun.engine.audits import Schedule
 from inrun.engine.buffers import Buffers
 from inrun.engine.capture import Capture
 from inrun.engine.credit.keeper import WholeCredit
-from inrun.engine.credit.state import credit_state, load_credit_state
+from inrun.engine.credit.state import credit_state, is_readable, load_credit_state
 from inrun.engine.directions import History, Timing
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import StepFlag
@@ -174,10 +174,12 @@ class Run:
         self.audits.load_state_dict(state["audit"])
         if "usual" in state:
             self.usual.load_state_dict(state["usual"])
-        if self.credit is not None and state.get("credit") is not None:
-            load_credit_state(self.credit, state["credit"])
+        saved = state.get("credit")
+        if self.credit is not None and saved is not None and is_readable(saved):
+            load_credit_state(self.credit, saved)
         elif self.credit is not None:
-            log.warning("inrun: the saved state has no open windows: what the optimizer remembers is booked as inherited")
+            why = "has no open windows" if saved is None else "has open windows as another version of inrun kept them"
+            log.warning("inrun: the saved state %s: what the optimizer remembers is booked as inherited", why)
 
     # What the user's objects say
 

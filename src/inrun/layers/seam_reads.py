@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.layers.seam import Call, SecondOrder, gradients_for_probes, unrounded
+from inrun.layers.seam import Call, Owned, SecondOrder, gradients_for_probes, unrounded
 
 
 class Spread(torch.autograd.Function):
@@ -56,27 +56,8 @@ def arranged(copies: Tensor, dim: int, size: int, dims: int) -> Tensor:
     return each.movedim(0, dim).squeeze(dim + 1)
 
 
-class Multiplied(torch.autograd.Function):
+class Multiplied(Owned):
     """A product with a weight that was read; its gradient and the contractions come from the same products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        buffers: dict[str, Tensor],
-        past: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *asked: Tensor,
-    ) -> Tensor:
-        """Multiply; ``asked`` are the directions, then the probes."""
-        assert call.rule.owner is not None
-        out, saved = call.rule.owner.run(call.constants, x, weight, bias)
-        directions = call.given(asked)
-        ctx.call, ctx.buffers, ctx.count = call, buffers, len(directions)
-        ctx.save_for_backward(past, weight, *directions, *saved)
-        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

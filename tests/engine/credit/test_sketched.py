@@ -256,6 +256,22 @@ def test_a_resumed_run_settles_the_same(memory: str, steps: int, at: int) -> Non
     assert afresh._run.credit.inherited
 
 
+def test_windows_of_another_version_are_inherited_by_name(caplog) -> None:
+    """A checkpoint written before sketches were laid out as they are now is gone on with, and its windows are not misread."""
+    model = tiny()
+    optimizer, accountant = attach(model)
+    for t in range(4):
+        train_step(accountant, model, optimizer, batch(4, t))
+    saved = copy.deepcopy(accountant.state_dict())
+    del saved["credit"]["plain"]["format"], saved["credit"]["plain"]["owed"]
+    accountant.close()
+    _, resumed = attach(model, optimizer=optimizer)
+    resumed.load_state_dict(saved)
+    assert "another version of inrun" in caplog.text
+    account = train_step(resumed, model, optimizer, batch(4, 4)).accounts["validation"]
+    assert abs(account.inherited) > 0 and len(resumed._run.credit.open) == 1
+
+
 @pytest.mark.parametrize(("memory", "timing"), [("sketch", "sketched"), ("exact", "kept")])
 def test_coverage_and_memory_say_what_is_kept(memory: str, timing: str) -> None:
     model = tiny()

@@ -18,6 +18,8 @@ from inrun.errors import ConfigurationError
 from inrun.layers import Formed, GradientShape, LookUp, Outer, Packed, packed
 from inrun.ledger.labels import Label
 
+#: Changes whenever sketches or payments are laid out in another way: windows of another format cannot be gone on with.
+FORMAT = 2
 #: Numbers by column that last over the run.
 _SUMS = ("to_all", "given", "spread")
 #: Tensors of a sketched step, by field.
@@ -30,6 +32,7 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
     tensors |= {f"open.{j}.ids": o.ids for j, o in enumerate(credit.open)}
     tensors |= {f"decay.{i}": x for i, x in credit.decays.items()} | {f"inherited.{i}": x for i, (x, _) in credit.inherited.items()}
     plain: dict[str, Any] = {
+        "format": FORMAT,
         "steps": credit.steps,
         "begun": credit.begun,
         "columns": None if credit.columns is None else [str(c) for c in credit.columns],
@@ -86,6 +89,11 @@ def _exact_state(e: ExactEntry, j: int, tensors: dict[str, Tensor]) -> dict[str,
         held.append({"parameter": i, "first": first, "kind": type(shape).__name__, "parts": len(shape.parts()), "more": more})
     tensors |= {f"entry.{j}.factor.{i}": x for i, x in e.factors.items()}
     return {"n": e.n, "held": held, "factors": list(e.factors)}
+
+
+def is_readable(state: dict[str, Any]) -> bool:
+    """Whether a saved state is of this version's format."""
+    return bool(state["plain"].get("format") == FORMAT)
 
 
 def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
