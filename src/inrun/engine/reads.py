@@ -16,7 +16,8 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
-from inrun.layers.reads import LinearReadRule, LookUpRule, ReadRule, Root, SpreadRule, Track, Tracked, UnreadableError, Way
+from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, Way
+from inrun.layers.reads import Root, Track, Tracked, UnreadableError
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 

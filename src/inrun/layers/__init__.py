@@ -15,7 +15,7 @@ from inrun.layers.layout import Layout
 from inrun.layers.merged import Merged, MergedAsk, MergedCall
 from inrun.layers.opaque import OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
-from inrun.layers.reads import ReadRule
+from inrun.layers.read_gradients import ReadRule
 from inrun.layers.registry import LayerRule, find_rule, nbytes_of, register, register_finder, registered
 from inrun.layers.seam import Ask, Call, Output, Owned, Tapped
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts

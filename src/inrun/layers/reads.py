@@ -14,7 +14,6 @@ Any other meeting raises :class:`UnreadableError`, and the module goes through t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,11 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.errors import CoverageError
-from inrun.layers.layout import by_sample, sum_positions
-from inrun.layers.linear import LinearOwner
-from inrun.layers.registry import LayerRule
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
-from inrun.layers.sketch import SketchPlan
 from inrun.torch_private import attention_body
 
 T = torch.Tensor
@@ -348,157 +342,3 @@ def _convolve(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> T
     if isinstance(x, Tracked) or not isinstance(weight, Tracked) or x.dim() != weight.dim():
         raise UnreadableError(next(_tracks((x, weight, bias))), func)
     return reader.convolve(func, x, weight.track, bias.track if isinstance(bias, Tracked) else bias, options)
-
-
-# What the gradients are, seen from the parameter
-
-
-@dataclass(frozen=True)
-class Way:
-    """The way from a parameter p to q = f(p), for gradients at q and directions at p."""
-
-    parameter: Tensor
-    function: Callable[[Tensor], Tensor] | None
-    linear: bool
-
-    def push(self, v: Tensor) -> Tensor:
-        """Return J v for directions ``[k, *shape of p]``."""
-        function = self.function
-        if function is None:
-            return v
-        if self.linear:
-            return torch.stack([function(d) for d in v])
-        p = self.parameter.detach().to(v.dtype)
-        try:
-            return torch.stack([torch.func.jvp(function, (p,), (d,))[1] for d in v])
-        except NotImplementedError:
-            # No forward-mode derivative: u ↦ Jᵀu is linear, and its own transpose is J.
-            out, back = torch.func.vjp(function, p)[:2]
-            onward = torch.func.vjp(lambda u: back(u)[0], torch.zeros_like(out))[1]
-            return torch.stack([onward(d)[0] for d in v])
-
-    def pull(self, d: Tensor) -> Tensor:
-        """Return Jᵀ d_n for gradients ``[n, *shape of q]``."""
-        if self.function is None:
-            return d
-        back = torch.func.vjp(self.function, self.parameter.detach().to(d.dtype))[1]
-        with warnings.catch_warnings():
-            # Which kernel lacks a batching rule does not help anybody.
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            found: Tensor = torch.func.vmap(back)(d)[0]
-        return found
-
-
-class Through(GradientShape):
-    """Gradients of a parameter that are known at a function of it. Totals are those at the function."""
-
-    def __init__(self, inner: GradientShape, way: Way) -> None:
-        """Hold the gradients at q, and the way to it."""
-        self.inner, self.way = inner, way
-
-    def contract(self, v: Tensor) -> Tensor:
-        """Push the direction."""
-        return self.inner.contract(self.way.push(v))
-
-    def total(self) -> Tensor:
-        """Return the gradient at q."""
-        return self.inner.total()
-
-    def total_and_contract(self, v: Tensor, by_rows: bool) -> tuple[Tensor, Tensor]:
-        """Push the direction."""
-        return self.inner.total_and_contract(self.way.push(v), False)
-
-    def form(self) -> Tensor:
-        """Pull the gradients."""
-        return self.way.pull(self.inner.form())
-
-    def sketch(self, signs: Tensor, weights: Tensor, plan: SketchPlan) -> tuple[Tensor, ...]:
-        """Sketch the gradients at the parameter."""
-        return Formed(self.form()).sketch(signs, weights, plan)
-
-    def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
-        """Keep them formed at the parameter; their total is still the one at q."""
-        assert kind is Formed
-        return FormedThrough(self.form(), self.inner)
-
-
-class FormedThrough(Formed):
-    """Formed gradients of a parameter whose total is wanted elsewhere."""
-
-    def __init__(self, g: Tensor, inner: GradientShape) -> None:
-        """Hold the gradients at p, and those at q."""
-        super().__init__(g)
-        self.inner = inner
-
-    def total(self) -> Tensor:
-        """Return the gradient at q."""
-        return self.inner.total()
-
-
-class ReadRule(LayerRule):
-    """Parameters that are read: every use is scored where it meets the samples."""
-
-    label = "read"
-    reads = True
-    turns = True
-
-
-class SpreadRule(LayerRule):
-    """One copy per sample; ``constants`` are the ways by name."""
-
-    label = "read"
-
-    def gradients(
-        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
-    ) -> dict[str, GradientShape]:
-        """The gradients of the copies."""
-        b = b.to(torch.promote_types(b.dtype, torch.float32))
-        return {name: Formed(constants[name].pull(b)) for name in names}
-
-
-class LookUpRule(LayerRule):
-    """Rows of a table that was read; ``constants`` are the ways by name, and the number of rows."""
-
-    label = "read"
-
-    def gradients(
-        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
-    ) -> dict[str, GradientShape]:
-        """Σ_t b_nt at the rows."""
-        ways, rows = constants
-        formed = LookUp(
-            inputs[0].reshape(n, -1), by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1), rows, None
-        ).form()
-        return {name: Formed(ways[name].pull(formed)) for name in names}
-
-
-class LinearReadRule(LayerRule):
-    """A product with a weight that was read; ``constants`` are (transposed, the ways of weight and bias)."""
-
-    label = "read"
-
-    class _Owner(LinearOwner):
-        """A linear layer, as it is."""
-
-        def run(self, constants: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-            """Multiply."""
-            return super().run(constants[0], x, weight, bias)
-
-        def input_gradient(self, constants: Any, saved: tuple[Tensor, ...], weight: Tensor, b: Tensor) -> Tensor:
-            """Multiply back."""
-            return super().input_gradient(constants[0], saved, weight, b)
-
-    owner = _Owner()
-
-    def gradients(
-        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
-    ) -> dict[str, GradientShape]:
-        """Σ_t b_nt a_ntᵀ at the weight, Σ_t b_nt at the bias."""
-        transposed, ways = constants
-        a, b = by_sample(inputs[0], n, 1), by_sample(b, n, 1)
-        found: dict[str, GradientShape] = {}
-        for name in names:
-            kind, way = ways.get(name, (name, None))
-            inner: GradientShape = (Outer(a, b) if transposed else Outer(b, a)) if kind == "weight" else Formed(sum_positions(b))
-            found[name] = inner if way is None or way.function is None else Through(inner, way)
-        return found

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from inrun.layers.convolution import ConvolutionRule, Geometry
-from inrun.layers.reads import Through
+from inrun.layers.read_gradients import Through
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 

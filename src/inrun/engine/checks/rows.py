@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.checks.exchange import exchange_sample
+from inrun.engine.checks.movement import classify, entry_of, moves_only, only_block
 from inrun.engine.checks.recorder import Entry, Pattern, Recorder, fingerprint, moved_rows, pattern_of
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
@@ -175,8 +176,8 @@ class RowCheck:
             recorder, disturbed = self._record(arguments, self._recorder(n, disturb_spread=row))
             entries = recorder.entries
             pairs = [(b, a) for b, a in zip(base, entries, strict=False) if b.argument is None and b.shape == a.shape]
-            pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
-            if len(entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in pairs):
+            pairs += [(entry_of(b), entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
+            if len(entries) != len(base) or not all(moves_only(b, a, n, row) for b, a in pairs):
                 reading = [site for site in sites if site.rule.reads]
                 if not reading:
                     raise RowOwnershipError(_free_message(", ".join(sorted({site.name for site in sites})), n))
@@ -289,7 +290,7 @@ class RowCheck:
     def _look_for_coupling(self, before: list[Tensor], after: list[Tensor], n: int, sample: int) -> None:
         """Say once that outputs of the model mix rows behind its last layer, as in-batch negatives do: every layer is separate."""
         pairs = [(a, b) for a, b in zip(before, after, strict=False) if a.shape == b.shape and a.dim() and len(a) == n]
-        coupled = [a for a, b in pairs if not _only_block(moved_rows(fingerprint(a), fingerprint(b)), n, sample)]
+        coupled = [a for a, b in pairs if not only_block(moved_rows(fingerprint(a), fingerprint(b)), n, sample)]
         if coupled and not self._told_coupling:
             self._told_coupling = True
             log.warning(
@@ -369,7 +370,7 @@ class RowCheck:
             moved = [moved_rows(b.rows, a.rows) for b, a in pairs if a.shape == b.shape]
             moved = [m for m in moved if bool(m.any())]
             if moved:
-                return "rows" if all(_only_block(m, n, row) for m in moved) else "free"
+                return "rows" if all(only_block(m, n, row) for m in moved) else "free"
         raise RowOwnershipError(
             f"{entry.site.name} gets an input of shape {tuple(entry.shape)} that no sample changes, and nothing shows whether "
             f"its {n} rows are samples; call it with another leading size than the batch, or let the model return its logits"
@@ -408,9 +409,9 @@ class RowCheck:
             changed = self._recorder(n, expand=(free, n), bare=bare, disturb_copy=True, row=row)
             recorder, disturbed = self._record(arguments, changed)
             pairs = [(b, a) for b, a in zip(base, recorder.entries, strict=False) if b.argument is None and b.shape == a.shape]
-            pairs += [(_entry_of(b), _entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
+            pairs += [(entry_of(b), entry_of(a)) for b, a in zip(outputs, disturbed, strict=True) if b.dim()]
             telling = [(b, a) for b, a in pairs if b.shape[0] % n == 0]
-            if len(recorder.entries) != len(base) or not all(_moves_only(b, a, n, row) for b, a in telling):
+            if len(recorder.entries) != len(base) or not all(moves_only(b, a, n, row) for b, a in telling):
                 raise RowOwnershipError(_free_message(names, n))
 
 
@@ -447,39 +448,6 @@ def by_shape(shape: torch.Size, n: int) -> Layout:
     return "flat" if shape[0] % n == 0 and shape[0] > n else "free"
 
 
-def _only_block(moved: Tensor, n: int, sample: int) -> bool:
-    block = moved.numel() // n
-    others = torch.cat([moved[: sample * block], moved[(sample + 1) * block :]])
-    return not bool(others.any())
-
-
-def _only_column(before: Entry, after: Entry, n: int, sample: int) -> bool:
-    """Whether the samples are in the second dimension and only one sample's entries moved."""
-    if before.columns is None or after.columns is None or len(before.columns) != n:
-        return False
-    return _only_block(moved_rows(before.columns, after.columns), n, sample)
-
-
-def _only_every(moved: Tensor, n: int, sample: int) -> bool:
-    """Whether rows go round the samples and only one sample's moved."""
-    return len(moved) % n == 0 and _only_block(moved.view(-1, n).any(0), n, sample)
-
-
-def _entry_of(x: Tensor) -> Entry:
-    """Return an output of the model as an entry."""
-    return Entry(None, x.shape, fingerprint(x), columns=fingerprint(x.transpose(0, 1)) if x.dim() > 1 else None)
-
-
-def _moves_only(before: Entry, after: Entry, n: int, sample: int) -> bool:
-    """Whether one sample's entries alone moved, wherever the samples are."""
-    moved = moved_rows(before.rows, after.rows)
-    if not bool(moved.any()):
-        return True
-    if len(moved) % n == 0 and (_only_block(moved, n, sample) or _only_every(moved, n, sample)):
-        return True
-    return _only_column(before, after, n, sample)
-
-
 def _fall_back(sites: list[Site], why: str) -> None:
     """Let modules go through the fallback, and say so."""
     for site in sites:
@@ -487,27 +455,3 @@ def _fall_back(sites: list[Site], why: str) -> None:
     if sites:
         titles = ", ".join(sorted(site.title for site in sites))
         log.warning("inrun: no rule for %s (%s); each runs its forward once more per backward (see coverage)", titles, why)
-
-
-def classify(entry: Entry, moved: Tensor, n: int, sample: int, after: Entry | None = None) -> Layout | None:
-    """Return the layout of a call of which one sample's rows may move, None if nothing moved; raise if others did."""
-    if not bool(moved.any()):
-        return None
-    size = entry.shape[0]
-    if size % n == 0 and _only_block(moved, n, sample):
-        return "rows" if size == n else "flat"
-    assert entry.site is not None
-    if after is not None and entry.site.rule.turns and entry.output is None:
-        if _only_column(entry, after, n, sample):
-            return "second"
-        if _only_every(moved, n, sample):
-            return "cycled"
-    module = entry.site.module
-    hint = ""
-    if getattr(module, "batch_first", True) is False:
-        hint = " It has batch_first=False: rebuild it with batch_first=True."
-    raise RowOwnershipError(
-        f"rows at {entry.site.name or 'the model itself'} ({type(module).__name__}) do not separate by sample: exchanging "
-        f"one of {n} samples moved {int(moved.sum())} of {size} leading rows of a tensor of shape {tuple(entry.shape)}. "
-        "Put the sample first (sequence-first, gathered, window-partitioned and packed tensors cannot be scored)." + hint
-    )
