@@ -18,8 +18,8 @@ from torch import Tensor
 
 from inrun.layers.layout import scratch_like
 
-#: Entries that are signed and added up at a time: with their signs they stay in a core's cache.
-PIECE = 1 << 17
+#: Entries that are signed and added up at a time: with their signs they stay in the caches, and there are few calls.
+PIECE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,21 @@ def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
 
 
 def _segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int) -> Tensor:
-    """The same for ``[m, entries]`` larger than a core's cache: the signed copy of a piece never leaves it."""
-    entries, piece, ones = x.shape[1], max(1, PIECE // segment) * segment, x.new_ones(segment)
-    found, signed = x.new_empty(len(x), entries // segment), scratch_like(x, (min(piece, entries),))
-    for at in range(0, entries, piece):
-        part = signs[at : at + piece]
-        for row, out in zip(x, found, strict=True):
-            here = torch.mul(row[at : at + piece], part, out=signed[: len(part)])
-            torch.mv(here.view(-1, segment), ones, out=out[at // segment : (at + len(part)) // segment])
-    return found
+    """The same for ``[m, entries]`` larger than a core's cache: some rows at a time, or parts of one, whose signed copy stays in it."""
+    ones, found = x.new_ones(segment), x.new_empty(x.numel() // segment)
+    if signs.numel() <= PIECE:
+        some = PIECE // signs.numel()
+        pieces = [(part, signs) for part in x.split(some)]
+    else:
+        some = max(1, PIECE // segment) * segment
+        pieces = [(part, sign) for row in x.unbind(0) for part, sign in zip(row.split(some), signs.split(some), strict=True)]
+    signed, at = scratch_like(x, (max(part.numel() for part, _ in pieces),)), 0
+    for part, sign in pieces:
+        count = part.numel()
+        torch.mul(part, sign, out=signed[:count].view(part.shape))
+        torch.mv(signed[:count].view(-1, segment), ones, out=found[at : at + count // segment])
+        at += count // segment
+    return found.view(len(x), -1)
 
 
 def fold(z: Tensor, weights: Tensor, buckets: int) -> Tensor:

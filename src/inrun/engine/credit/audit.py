@@ -33,6 +33,8 @@ class SketchAudit:
         self.sketcher = sketcher
         #: Σ_s a_s c_s Σ_n S g_n by parameter, ``[buckets]``.
         self.remembered: list[Tensor] = []
+        #: The rows that were looked at last, and what they push: asked for before the step, and after it.
+        self._last: tuple[SketchEntry, list[Tensor]] | None = None
 
     def restart(self, sketcher: Sketcher) -> None:
         """Nothing of any sample is remembered."""
@@ -45,6 +47,8 @@ class SketchAudit:
 
     def entering(self, entry: SketchEntry) -> list[Tensor]:
         """Return Σ_n S g_n of a step's rows, by parameter."""
+        if self._last is not None and self._last[0] is entry:
+            return self._last[1]
         sk = self.sketcher
         summed = entry.sketch.double().sum(0)
         found = [
@@ -55,7 +59,8 @@ class SketchAudit:
         for r in entry.rows:
             plan = sk.plans[r.parameter]
             found[r.parameter] += sk.folded(r.parameter, r.by_segment(plan.rows).view(1, -1), one)[0]
-        return [x.cpu() for x in found]
+        self._last = entry, [x.cpu() for x in found]
+        return self._last[1]
 
     def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:
         """Return the sketch of a whole tensor, ``[buckets]``."""
@@ -106,7 +111,7 @@ class SketchAudit:
 
     def advance(self, move: WholeMove, entry: SketchEntry) -> None:
         """The step happened."""
-        entering = self.entering(entry)
+        entering, self._last = self.entering(entry), None
         for i, m in move.moves.items():
             self.remembered[i] = self.remembered[i] * m.recall.keep + entering[i] * (m.factor * m.recall.enter)
 

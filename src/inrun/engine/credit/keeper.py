@@ -34,8 +34,10 @@ from inrun.optimizers import Realised, UpdateRule
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
 #: The first steps differ most from what comes after them: they are sketched with so many times the numbers.
 EARLY_STEPS, EARLY_TIMES = 10, 4
-#: Steps in which uses from before are owed what they get, the last of which pays; and the first steps, which all pay at once.
+#: Steps in which uses from before are owed what they get, which is paid after the last; and the first steps, which all pay at once.
 BLOCK, AT_ONCE = 11, 22
+#: One block in so many ends with a step that pays all open rows by itself: so Σ|parts| of all is known now and then.
+MEASURED = 4
 
 
 class WholeCredit:
@@ -164,7 +166,8 @@ class WholeCredit:
     @property
     def pays_at_once(self) -> bool:
         """Whether the coming step pays all open rows whatever it is like."""
-        return self.exact or self.steps < AT_ONCE or self.owed.steps >= BLOCK - 1
+        measured = self.owed.steps >= BLOCK - 1 and self.steps // BLOCK % MEASURED == 0
+        return self.exact or self.steps < AT_ONCE or measured
 
     @torch.no_grad()
     def to_all_rows(self, payment: Payment) -> Payment:
@@ -260,9 +263,9 @@ class WholeCredit:
             self._learn(payment)
         self.free |= {i: m.realised for i, m in move.moves.items()}
         self.steps += 1
-        if payment is not None and payment.first:
+        if payment is not None and payment.first and self.owed.steps < BLOCK:
             return []  # uses are settled when a block has paid
-        if payment is not None:
+        if payment is not None and not payment.first:
             own = payment.own.abs().sum(0)
             self.to_all = torch.where(own > 0, payment.spread / torch.where(own > 0, own, 1.0), 1.0)
         self.pay_owed()
