@@ -87,7 +87,7 @@ def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
 
 
 def _segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int) -> Tensor:
-    """The same for ``[m, entries]`` larger than a core's cache: some rows at a time, or parts of one, whose signed copy stays in it."""
+    """The same for ``[m, entries]`` larger than the caches: some rows at a time, or parts of one, whose signed copies stay."""
     ones, found = x.new_ones(segment), x.new_empty(x.numel() // segment)
     if signs.numel() <= PIECE:
         some = PIECE // signs.numel()
