@@ -79,12 +79,13 @@ class Tables:
 
     def _offer(self, table: str, schema: pa.Schema) -> list[str]:
         """Make a view over the files of a table; return its columns, none if it has no files."""
-        files = [glob.escape(f) for f in self.run.files(table)]
+        plain = self.run.files(table)
+        files = [glob.escape(f) for f in plain]
         if not files:
             self.connection.from_arrow(schema.empty_table()).create_view(table)
             return []
         # Parts of contributions are alike, unless some steps told more (``extra=``).
-        by_name = table not in ("contributions", "credits") or _has_extra(self.run.files(table))
+        by_name = table not in ("contributions", "credits") or _has_extra(plain)
         relation = self.connection.read_parquet(files, union_by_name=by_name)
         if set(schema.names) <= set(relation.columns):
             relation.create_view(table)
