@@ -27,7 +27,7 @@ ALLOWED = {
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
     "baselines": {"baselines", "errors", "statistics", "ledger"},
-    "bench": {"bench", "engine", "layers", "methods", "training", "errors"},
+    "bench": {"bench", "engine", "layers", "methods", "training", "errors", "torch_private"},
 }
 NO_TORCH = {"ledger", "analysis", "report"}
 #: Files that every room may import, and that import none.

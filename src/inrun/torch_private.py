@@ -128,6 +128,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
+def allow_graphs(count: int) -> None:
+    """Let one forward be compiled in as many variants, before compiling is given up: models of one class share the count."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, count)
+
+
 def may_change_size(x: Tensor, dimensions: Iterable[int]) -> None:
     """Let compiled code take the sizes of these dimensions as numbers that may change, unless it must not."""
     for dimension in dimensions:

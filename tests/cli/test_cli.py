@@ -10,13 +10,17 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import inrun.cli
-from inrun.bench.contestants import entries
+from inrun.bench.conditions import conditions
+from inrun.bench.contestants import entries, under_conditions
+from inrun.bench.measure import measure
 from inrun.bench.shape import Shape
 from inrun.cli.main import COMMANDS, cli
 from inrun.cli.text import printable
+from inrun.training.loss import next_token_loss
 
 SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 50, "batch": 3, "rounds": 1}
 SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
@@ -126,3 +130,38 @@ def test_printable() -> None:
     assert printable("a\x00b\u202ec\nd", 10) == "a·b·c·d"
     assert printable("abcdef", 4) == "abc…"
     assert printable(b"\xff", 3) == "·"
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_bench_under_conditions(model: str) -> None:
+    """Every condition has a yardstick of its own, and what is scored under it is relative to that."""
+    shape = Shape(model=model, width=16, heads=2, layers=1, context=8, vocab=50, batch=3)
+    lines = [e for e in under_conditions(shape, backend="eager") if model == "gpt" or "compile" not in e.name]
+    results = {r.name: r for r in measure(shape, lines, rounds=1, slow_rounds=0)}
+    names = ["bf16 autocast", *(["torch.compile"] if model == "gpt" else []), "checkpointing"]
+    for name in names:
+        plain, scored = (results[f"{name}: {what}"] for what in ("plain", "first+frozen"))
+        assert plain.against == "plain"
+        assert scored.against == plain.name
+        assert scored.relative == pytest.approx(plain.seconds / scored.seconds)
+    torch._dynamo.reset()
+
+
+def test_bench_of_one_condition_as_a_table() -> None:
+    result = CliRunner().invoke(cli, ["bench", *SMALL, "--conditions", "--only", "checkpointing: first"])
+    assert result.exit_code == 0, result.output
+    assert "checkpointing: plain" in result.output and "checkpointing: first+frozen" in result.output
+    assert "autocast" not in result.output
+
+
+def test_checkpointing_in_the_bench_changes_nothing_but_memory() -> None:
+    shape = Shape(width=16, heads=2, layers=2, context=8, vocab=50, batch=3, dtype="float64")
+    rows = shape.rows(3, 0)
+    under = next(c for c in conditions() if c.name == "checkpointing")
+    a, b = shape.build(), under.prepare(shape.build())
+    for model in (a, b):
+        next_token_loss(model, rows).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert type(a) is not type(b)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -154,3 +156,39 @@ def test_pairs_of_shapes(first: str, second: str, t: int, monkeypatch: pytest.Mo
     torch.testing.assert_close(squares_of_sum([a, b]), both, rtol=1e-11, atol=1e-11)
     # The control: uses of a weight are not apart.
     assert relative_error(squares(a) + squares(b), both) > 1e-3
+
+
+@pytest.mark.parametrize("extra", [("norm",), ("norm", "cosine")])
+@pytest.mark.parametrize("kind", ["memory", "disk", "saved"])
+def test_the_ledger_keeps_them(kind: str, extra: tuple[str, ...], tmp_path: Path) -> None:
+    """As columns of contributions: norms with every label, cosines each with its own."""
+    problem = PROBLEMS["perceptron"]
+    held = problem.draw(M, 99)
+    sets = {"all": lambda m: problem.losses(m(held), held).mean(), "points": lambda m: problem.losses(m(held), held)}
+    model = problem.build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path, expected = tmp_path / "run", {}
+    ledger = path if kind == "disk" else None
+    with inrun.Accountant(model, optimizer, sets, extra=extra, method="first", credit="step", ledger=ledger) as accountant:
+        for number in range(2):
+            rows = problem.draw(N, number)
+            with accountant.step(range(N)):
+                problem.losses(model(rows), rows).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            last = accountant.last
+            for label in ("all", *(f"points[{j}]" for j in range(M))):
+                name, _, place = label.rstrip("]").partition("[")
+                for n in range(N):
+                    cosine = None
+                    if "cosine" in extra:
+                        cosine = float(last.cosines[name][n, int(place)] if place else last.cosines[name][n])
+                    expected[number, n, label] = float(last.norms[n]), cosine
+        if kind == "saved":
+            accountant.save(path)
+    source = accountant.ledger if kind == "memory" else inrun.Ledger.open(path)
+    found = {(r["step"], r["sample_id"], r["validation"]): (r["norm"], r.get("cosine")) for r in source.contributions().to_pylist()}
+    assert found.keys() == expected.keys()
+    for key, wanted in expected.items():
+        norm, cosine = wanted
+        assert found[key] == (pytest.approx(norm, rel=1e-6), None if cosine is None else pytest.approx(cosine, rel=1e-6)), key

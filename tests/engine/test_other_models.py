@@ -12,6 +12,7 @@ import transformers as tr
 from torch import Tensor, nn
 
 import inrun
+from inrun.errors import StepError
 from reference import contributions, gradients, relative_error, sample_gradients
 
 Made = tuple[nn.Module, Callable[[int, torch.Generator], tuple[Tensor, ...]], Callable[..., Tensor]]
@@ -236,6 +237,21 @@ def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
     got, truth, rules = scores(build, {"credit": "step", "method": "first"}, 0.0, 0.1)
     assert "fallback" not in rules
     assert relative_error(got, truth) < 1e-9
+
+
+def t5_checkpointed(reentrant: bool) -> Made:
+    model, draw, run = t5()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    return model, draw, run
+
+
+def test_t5_under_checkpoints() -> None:
+    """Its first block returns the biases that all others use: gradient of all samples in one, where checkpoints are reentrant."""
+    first = {"credit": "step", "method": "first"}
+    got, truth, _ = scores(lambda: t5_checkpointed(False), first, 0.0, 0.1)
+    assert relative_error(got, truth) < 1e-9
+    with pytest.raises(StepError, match=r"relative_attention_bias.*leaves a segment.*use_reentrant"):
+        scores(lambda: t5_checkpointed(True), first, 0.0, 0.1)
 
 
 FEW = [(t5, "whole, sketch"), (mixtral, "whole, exact"), (mamba, "midpoint"), (dora, "second")]

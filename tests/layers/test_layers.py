@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import inrun
 from cases import CASES, Case, D, masked_sum, model_of, position_mask
+from draws import draw, drawn
 from inrun.layers.shapes import Outer, shared_outer
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
 COMBINATIONS = [pytest.param(case, form, id=f"{case.name}-{form}") for case in CASES for form in case.forms]
 
 
-def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: int, sets: int = 2):
-    """Score one step and return (got, expected) per validation set, and the accountant's coverage."""
+def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: int, sets: int = 2, points: bool = False):
+    """Score one step and return (got, expected) per validation set, and the accountant's coverage.
+
+    With ``points``, validation callables return a vector, one loss per row, and every row has its own column.
+    """
     g = torch.Generator().manual_seed(seed)
     reference = model_of(case)
     model = copy.deepcopy(reference).to(dtype)
@@ -28,9 +34,15 @@ def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: in
     cast = (lambda z: z.to(dtype)) if x.is_floating_point() else (lambda z: z)
     norm = mask.sum()
 
-    def val_loss(index: int):
+    def losses(net: nn.Module, index: int, like: Callable[[Tensor], Tensor]) -> Tensor:
         rows, m = validation[index]
-        return lambda net: masked_sum(net(cast(rows)), m) / m.sum()
+        if not points:
+            return masked_sum(net(like(rows)), m) / m.sum()
+        out = net(like(rows))
+        return torch.stack([masked_sum(out[j : j + 1], m[j : j + 1]) / m.sum() for j in range(len(rows))])
+
+    def val_loss(index: int):
+        return lambda net: losses(net, index, cast)
 
     trainable = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -47,17 +59,21 @@ def run_case(case: Case, form: str, dtype: torch.dtype, n: int, t: int, seed: in
     reference_optimizer = torch.optim.SGD(trainable, lr=0.1)
     gains = [sgd_gain(reference_optimizer, p, p) for p in trainable]
     results = {}
-    for i, (rows, m) in enumerate(validation):
-        g_val = gradients(masked_sum(reference(rows), m) / m.sum(), trainable)
-        results[str(i)] = (got[str(i)], contributions(g_n, gains, g_val))
+    for i in range(sets):
+        each = []
+        for j in range(len(validation[i][0]) if points else 1):
+            loss = losses(reference, i, lambda z: z).reshape(-1)[j]
+            each.append(contributions(g_n, gains, gradients(loss, trainable)))
+        results[str(i)] = (got[str(i)], torch.stack(each, 1) if points else each[0])
     return results, coverage
 
 
 @pytest.mark.parametrize(("case", "form"), COMBINATIONS)
-@pytest.mark.parametrize("n", [1, 5])
-def test_float64_against_reference(case: Case, form: str, n: int) -> None:
-    results, coverage = run_case(case, form, torch.float64, n, 4, seed=1)
+@pytest.mark.parametrize(("n", "points"), [(1, False), (5, False), (5, True)])
+def test_float64_against_reference(case: Case, form: str, n: int, points: bool) -> None:
+    results, coverage = run_case(case, form, torch.float64, n, 4, seed=1, points=points)
     for got, expected in results.values():
+        assert got.shape == expected.shape
         assert relative_error(got, expected) < case.accuracy
     assert coverage.scored_share == 1.0
     if n == 1 and case.rule in ("read", "fallback"):
@@ -75,7 +91,7 @@ def test_float32_against_reference(case: Case, form: str) -> None:
         assert relative_error(got, expected) < 1e-5
 
 
-@settings(max_examples=30, deadline=None)
+@draw("outer products")
 @given(
     n=st.integers(1, 9),
     t=st.integers(1, 7),
@@ -100,20 +116,40 @@ def test_outer_products_of_any_shape(n: int, t: int, p: int, q: int, k: int, see
     torch.testing.assert_close(Outer(x, y).contract(v), expected, rtol=1e-12, atol=1e-11)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    index=st.integers(0, len(COMBINATIONS) - 1),
-    n=st.integers(1, 6),
-    t=st.integers(1, 6),
-    seed=st.integers(0, 2**20),
-)
-def test_cases_of_any_shape(index: int, n: int, t: int, seed: int) -> None:
+ANY_SHAPE = {
+    "index": st.integers(0, len(COMBINATIONS) - 1),
+    "n": st.integers(1, 6),
+    "t": st.integers(1, 6),
+    "points": st.booleans(),
+    "seed": st.integers(0, 2**20),
+}
+
+
+def check_case_of_any_shape(index: int, n: int, t: int, points: bool, seed: int) -> None:
     case, form = COMBINATIONS[index].values
     if "two dimensions" in case.name:
         t = 4
-    results, _ = run_case(case, form, torch.float64, n, t, seed=seed)
+    results, _ = run_case(case, form, torch.float64, n, t, seed=seed, points=points)
     for got, expected in results.values():
         assert relative_error(got, expected) < case.accuracy
+
+
+@draw("cases")
+@given(**ANY_SHAPE)
+def test_cases_of_any_shape(**drawn: Any) -> None:
+    check_case_of_any_shape(**drawn)
+
+
+@pytest.mark.slow
+@draw("cases", slow=True)
+@given(**ANY_SHAPE)
+def test_more_cases_of_any_shape(**drawn: Any) -> None:
+    check_case_of_any_shape(**drawn)
+
+
+def test_two_thousand_shapes_are_drawn() -> None:
+    assert drawn(slow=False) > 1_500
+    assert drawn(slow=True) >= 2_000
 
 
 def test_the_reference_sees_a_wrong_rule() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from draws import draw
 from inrun.engine import documents as documents_module
 from inrun.engine.documents import Documents
 from inrun.layers import Formed, find_rule, from_bits
@@ -62,7 +63,7 @@ def alone(module: nn.Module, x: Tensor, b: Tensor, unit: Tensor, documents: int)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@settings(max_examples=60, deadline=None)
+@draw("documents in rows")
 @given(rows=Packings.usable, flat=st.booleans(), heads=st.booleans(), cost=st.sampled_from([0, 1, 32]))
 def test_documents_one_at_a_time(name: str, rows: list[list[int]], flat: bool, heads: bool, cost: int) -> None:
     ids = torch.tensor(rows)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor, nn
 
+from inrun.bench.conditions import NONE, Condition, conditions
 from inrun.bench.shape import Shape
 from inrun.engine import Accountant
 from inrun.layers.layout import scratch_bytes
@@ -24,6 +25,8 @@ class Entry:
     #: Makes a fresh model and returns the step function and a function that tells the bytes held between steps.
     make: Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]
     slow: bool = False
+    #: The contestant whose throughput its own is relative to.
+    against: str = "plain"
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -41,15 +44,20 @@ def _update(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     optimizer.zero_grad()
 
 
-def plain(rows: Callable[[Shape], int]) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
-    """Train without scores on ``rows(shape)`` rows."""
+def plain(
+    rows: Callable[[Shape], int], under: Condition = NONE
+) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+    """Train without scores on ``rows(shape)`` rows, under a condition."""
 
     def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
         model = shape.build()
+        called = under.prepare(model)
         optimizer = shape.make_optimizer(model)
 
         def step(number: int) -> None:
-            next_token_loss(model, shape.rows(rows(shape), number)).backward()
+            with under.around(shape):
+                loss = next_token_loss(called, shape.rows(rows(shape), number))
+            loss.backward()
             _update(shape, model, optimizer)
 
         return step, lambda: _held(model, optimizer)
@@ -58,22 +66,28 @@ def plain(rows: Callable[[Shape], int]) -> Callable[[Shape], tuple[Callable[[int
 
 
 def scored(
-    method: str | None, update: str | None, form: str, credit: str = "step"
+    method: str | None, update: str | None, form: str, credit: str = "step", under: Condition = NONE
 ) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
-    """Train with an accountant."""
+    """Train with an accountant, under a condition."""
 
     def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
         model = shape.build()
+        called = under.prepare(model)
         optimizer = shape.make_optimizer(model)
         validation = shape.rows(shape.validation_rows, -1)
-        accountant = Accountant(
-            model, optimizer, lambda m: next_token_loss(m, validation), method=method, update=update, form=form, credit=credit
-        )
+
+        def held_out(m: nn.Module) -> Tensor:
+            with under.around(shape):
+                return next_token_loss(m, validation)
+
+        accountant = Accountant(called, optimizer, held_out, method=method, update=update, form=form, credit=credit)
 
         def step(number: int) -> None:
             rows = shape.rows(shape.batch, number)
             with accountant.step(range(number * shape.batch, (number + 1) * shape.batch)):
-                next_token_loss(model, rows).backward()
+                with under.around(shape):
+                    loss = next_token_loss(called, rows)
+                loss.backward()
                 _update(shape, model, optimizer)
 
         return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
@@ -180,6 +194,19 @@ def entries(shape: Shape) -> list[Entry]:
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
     ]
+
+
+def under_conditions(shape: Shape, backend: str = "inductor") -> list[Entry]:
+    """Return the two yardsticks, first order, and both plain and scored training under every condition, one against the other."""
+    update = "sgd" if shape.optimizer == "sgd" else "frozen"
+    lines = [*entries(shape)[:2], Entry(f"first+{update}", scored("first", update, "auto"))]
+    for under in conditions(backend):
+        yardstick = f"{under.name}: plain"
+        lines += [
+            Entry(yardstick, plain(lambda s: s.batch, under)),
+            Entry(f"{under.name}: first+{update}", scored("first", update, "auto", under=under), against=yardstick),
+        ]
+    return lines
 
 
 def _merged(shape: Shape) -> list[Entry]:

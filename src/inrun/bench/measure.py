@@ -34,6 +34,8 @@ class Result:
     relative_cpu: float = 0.0
     of_limit: float = 0.0
     of_limit_cpu: float = 0.0
+    #: What it is relative to: plain training, as it is or under the same condition.
+    against: str = "plain"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -123,9 +125,10 @@ def measure(
         done += 1
         base = held()
         peak = base + _peak_of_step(lambda step=step: step(2 + rounds), shape.device)  # type: ignore[misc]
-        results.append(Result(entry.name, wall[entry.name], cpu[entry.name], peak))
-    first, limit = results[0], results[1]
+        results.append(Result(entry.name, wall[entry.name], cpu[entry.name], peak, against=entry.against))
+    named, limit = {r.name: r for r in results}, results[1]
     for r in results:
+        first = named[r.against]
         r.relative, r.relative_cpu = first.seconds / r.seconds, first.cpu_seconds / r.cpu_seconds
         r.of_limit, r.of_limit_cpu = limit.seconds / r.seconds, limit.cpu_seconds / r.cpu_seconds
     return results

@@ -17,6 +17,7 @@ Examples:
   inrun bench                                    GPT of width 256 with AdamW
   inrun bench --optimizer sgd --no-clip
   inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 5
+  inrun bench --conditions                       what bf16, torch.compile and checkpointing do to the ratio
   inrun bench --tune --context 64                which form each layer would take, and which is fastest here
   inrun bench --model llama --device cuda --dtype bfloat16 --json
 """
@@ -38,19 +39,33 @@ Examples:
 @click.option("--slow-rounds", default=3, show_default=True, type=click.IntRange(0), help="Rounds of the slow rivals.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Only contestants whose name contains this (repeatable).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (default: torch's own choice).")
+@click.option(
+    "--conditions",
+    is_flag=True,
+    help="Instead: bf16 autocast, torch.compile and checkpointing, plain and scored.",
+)
 @click.option("--tune", is_flag=True, help="Time every form of every layer shape, beside what the cost model would take.")
 @JSON
 def bench(
-    clip: bool, rounds: int, slow_rounds: int, only: tuple[str, ...], threads: int | None, tune: bool, as_json: bool, **options: Any
+    clip: bool,
+    rounds: int,
+    slow_rounds: int,
+    only: tuple[str, ...],
+    threads: int | None,
+    conditions: bool,
+    tune: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure throughput and memory of scoring beside plain training, on your machine and shape.
 
     Throughput is relative to plain training with the same optimizer. "limit" is plain training on the batch plus the
-    validation rows: the floor for anything that differentiates the validation loss at every step.
+    validation rows: the floor for anything that differentiates the validation loss at every step. With --conditions, lines that
+    begin with a condition are relative to plain training under that condition.
     """
     import torch
 
-    from inrun.bench.contestants import entries
+    from inrun.bench.contestants import entries, under_conditions
     from inrun.bench.measure import measure
     from inrun.bench.shape import Shape
     from inrun.cli.bench_table import print_table
@@ -62,9 +77,11 @@ def bench(
     if tune:
         _tune(shape, rounds, as_json)
         return
-    contestants = [e for e in entries(shape) if slow_rounds or not e.slow]
+    contestants = under_conditions(shape) if conditions else [e for e in entries(shape) if slow_rounds or not e.slow]
     if only:
-        contestants = [e for e in contestants if e.name in ("plain", "limit") or any(part in e.name for part in only)]
+        chosen = [e for e in contestants if any(part in e.name for part in only)]
+        kept = {"plain", "limit", *(e.name for e in chosen), *(e.against for e in chosen)}
+        contestants = [e for e in contestants if e.name in kept]
     with progress() as tell:
         results = measure(shape, contestants, rounds, slow_rounds, tell)
     if as_json:

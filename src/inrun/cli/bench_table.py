@@ -43,16 +43,15 @@ def print_table(shape: Shape, results: list[Result], rounds: int) -> None:
     table.add_column("")
     for name in ("step", "of plain", "(CPU time)", "of limit", "(CPU time)", "peak memory", "over plain"):
         table.add_column(name, justify="right")
-    base = results[0].peak_bytes
+    peaks = {r.name: r.peak_bytes for r in results}
     for r in results:
         table.add_row(
             r.name,
             f"{1e3 * r.seconds:.1f} ms",
             f"{r.relative:.3f}",
             f"{r.relative_cpu:.3f}",
-            f"{r.of_limit:.3f}",
-            f"{r.of_limit_cpu:.3f}",
+            *((f"{r.of_limit:.3f}", f"{r.of_limit_cpu:.3f}") if r.against == "plain" else ("", "")),
             f"{r.peak_bytes / 1e6:.0f} MB",
-            f"{(r.peak_bytes - base) / 1e6:+.1f} MB",
+            f"{(r.peak_bytes - peaks[r.against]) / 1e6:+.1f} MB",
         )
     Console(width=max(Console().width, 120)).print(table)

@@ -93,7 +93,7 @@ class Accountant:
             steps; None for no limit. What is needed is said at the first step; more than allowed raises.
         extra: What ``last`` tells of every sample beside its contribution: "norm" (``last.norms``: of its part of the gradient, as
             the optimizers used it) and "cosine" (``last.cosines``: with the validation gradient; methods "first" and "lookahead").
-            Not written to the ledger.
+            The ledger keeps both beside the contributions.
         about: What ``run.json`` of a new ledger says beside method, model and coverage (plain data).
     """
 

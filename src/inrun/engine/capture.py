@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,9 @@ class Capture:
     def observe(self, micro: Microbatch, occasion: Occasion) -> None:
         """Score the calls that follow for this microbatch."""
         self._micro, self._occasion, self._depth = micro, occasion, 0
-        self._reader = ScoringReader(micro, self.rows.layout, self.form)
+        held = weakref.ref(self)  # tracked tensors live as long as the graph
+        in_forward = lambda: (mine := held()) is not None and mine._depth > 0  # noqa: E731
+        self._reader = ScoringReader(micro, self.rows.layout, self.form, in_forward)
         thoroughly = occasion.audited or occasion.step < 4
         self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
         self.plan.board.observing = micro.n > 0

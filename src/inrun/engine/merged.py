@@ -20,7 +20,7 @@ from inrun.engine.sites import Scored, Site
 from inrun.errors import StepError, ValidationError
 from inrun.layers import Layout, Merged, MergedAsk, MergedCall, nbytes_of
 from inrun.layers.forms import Contraction
-from inrun.layers.layout import TURNED
+from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.trees import float_tensors
 from inrun.torch_private import current_backward, detached_parameters
 
@@ -137,10 +137,16 @@ class MergedMicrobatch(Microbatch):
         names = tuple(name for name, s in site.active().items() if s.parameter.requires_grad)
         if not names:
             return original(*args, **kwargs)
+        if layout == "apart":
+            raise StepError(
+                f"{site.name} runs once for the whole batch and its output is worked on before it meets the samples (tables of "
+                "relative positions), which merged steps do not tell apart into training and validation rows; give the Accountant "
+                "validation= and open steps without merged="
+            )
         self._note_call(site)
         with detached_parameters(site.module, names):
             out = original(*args, **kwargs)
-        expands, one = layout == "free", layout == "free" and inputs[0].shape[0] == 1
+        expands, one = layout in SHARED, layout == "free" and inputs[0].shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(self.rows, *x.shape[1 if one else 0 :]) for x in inputs)
         turn = layout if layout in TURNED else ""

@@ -14,12 +14,14 @@ from torch import Tensor
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Site
+from inrun.errors import StepError
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, Way
 from inrun.layers.reads import Root, Track, Tracked, UnreadableError
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
+from inrun.torch_private import current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
 #: Returns the layout of a call: site, shape, samples.
@@ -35,6 +37,16 @@ def output_apart(site: Site, out: Tensor, copies: Tensor | None, reader: Any) ->
     """Hand out what a layer made without any sample; ``copies``, one per sample, bring its gradient."""
     root = Root(site, f"the output of {site.name}", copies, object())
     return Tracked.of(Track(out, {root: (out, None, True)}, reader))
+
+
+def _crosses(track: Track, how: str) -> StepError:
+    """Return what to raise where a tensor without samples goes into, or comes out of, a reentrant checkpoint."""
+    names = ", ".join(r.name if r.call is not None else f"{r.site.name}.{r.name}".lstrip(".") for r in track.roots)
+    return StepError(
+        f"{names} (read, or made once for the whole batch) {how} a segment under reentrant activation checkpointing, where its "
+        "gradient arrives summed over the samples; pass use_reentrant=False to torch.utils.checkpoint (transformers: "
+        'gradient_checkpointing_kwargs={"use_reentrant": False}), or make it inside the segment that uses it'
+    )
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -63,6 +75,9 @@ class RecordingReader:
         """A forward of an autograd function, or one without gradient, is not followed."""
         if self.recorder.with_grad and not torch.is_grad_enabled():
             raise UnreadableError(track, operation)
+
+    def leaves(self, track: Track, gradient: Tensor | None) -> None:
+        """Nothing runs backwards."""
 
     def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
         """Note them: no sample may move them."""
@@ -96,12 +111,20 @@ class RecordingReader:
 class ScoringReader:
     """Scores every use of the parameters that one microbatch reads."""
 
-    def __init__(self, micro: Microbatch, layout: LayoutOf, form: str) -> None:
-        """Refer to the microbatch weakly: tracked tensors live as long as the graph."""
+    def __init__(self, micro: Microbatch, layout: LayoutOf, form: str, in_forward: Callable[[], bool]) -> None:
+        """Refer to the microbatch weakly: tracked tensors live as long as the graph. ``in_forward``: whether the model runs."""
         self._micro, self.layout, self.form, self.n = weakref.ref(micro), layout, form, micro.n
+        self.in_forward = in_forward
 
     def check(self, track: Track, operation: Any) -> None:
-        """The forward was recorded."""
+        """Refuse what only reentrant checkpoints do: run with gradient in the recorded forward, and without in this one."""
+        if not torch.is_grad_enabled() and self.in_forward():
+            raise _crosses(track, "is handed to")
+
+    def leaves(self, track: Track, gradient: Tensor | None) -> None:
+        """Refuse gradient that arrives summed over the samples, in a segment that a backward has recomputed."""
+        if current_backward() != -1 and (gradient is None or bool(gradient.any())):
+            raise _crosses(track, "leaves")
 
     def constant(self, track: Track, operation: Any, others: list[Tensor]) -> None:
         """The forward was recorded."""

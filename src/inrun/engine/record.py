@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -167,7 +169,15 @@ class FinishedStep:
                 }
             )
         values = {} if self.skipped else {str(c): host[:, j].numpy().copy() for j, c in enumerate(self.columns)}
-        return StepRecord(self.step, self.sample_ids.numpy(), values, rows, self.settled)
+        norms, cosines = self._told()
+        return StepRecord(self.step, self.sample_ids.numpy(), values, rows, self.settled, norms, cosines)
+
+    def _told(self) -> tuple[npt.NDArray[np.float32] | None, dict[str, npt.NDArray[np.float32]]]:
+        """Return norms, and cosines by label, as the ledger keeps them."""
+        if self.extra is None or self.skipped:
+            return None, {}
+        norms, cosines = (None if x is None else x.detach().to("cpu", torch.float32).numpy() for x in self.extra)
+        return norms, {} if cosines is None else {str(c): cosines[:, j].copy() for j, c in enumerate(self.columns)}
 
     def _loss_before(self, j: int) -> float | None:
         before = self.places.before if self.books is None else self.books.before

@@ -126,6 +126,10 @@ class Reader(Protocol):
         """Whether the forward that it reads for is still being recorded or scored."""
         ...
 
+    def leaves(self, track: Track, gradient: Tensor | None) -> None:
+        """Take note that a backward begins at the tensor, with this gradient: a reentrant checkpoint has returned it."""
+        ...
+
     def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
         """Return the tensor with ``dims`` dimensions and ``size`` copies along ``dim``, one (or a block) per sample."""
         ...
@@ -207,6 +211,8 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not reader.alive:  # a tensor that was left on a module by a forward that is over
         return func(*_mapped(args, lambda x: x.track.plain), **_mapped(kwargs, lambda x: x.track.plain))
     reader.check(tracks[0], func)
+    if func is torch.autograd.backward:
+        _note_leaving(args, kwargs)
     n = reader.n
     met = [x for x in _plain_tensors((*args, *kwargs.values())) if sample_dim(x.shape, n) is not None]
     if met and func in LINEAR:
@@ -241,6 +247,17 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             rest = [1 if i == dim else size // copies.shape[i] for i, size in enumerate(out.shape)]
             return copies.repeat(rest) if func in (T.repeat, torch.tile, T.tile, T.repeat_interleave) else copies.expand(out.shape)
     return _derived(func, args, kwargs, out, tracks, reader)
+
+
+def _note_leaving(args: Any, kwargs: dict[str, Any]) -> None:
+    """Tell of tracked tensors at which a backward begins."""
+    given = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | kwargs
+    roots, gradients = given["tensors"], given.get("grad_tensors")
+    roots = [roots] if isinstance(roots, Tensor) else list(roots)
+    gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients or [None] * len(roots))
+    for x, gradient in zip(roots, gradients, strict=True):
+        if isinstance(x, Tracked):
+            x.track.reader.leaves(x.track, gradient)
 
 
 def _has_tensor(out: Any) -> bool:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
 from inrun.ledger.manifest import Part, check_relative
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS, EXTRA
 
 #: Bytes of a part from which reading it in several threads pays.
 THREADS_FROM = 1 << 20
@@ -39,7 +39,10 @@ def read_part(table: str, file: str) -> pa.Table:
     """Read the file of a part of a table, checksums included, with that table's columns."""
     with pq.ParquetFile(file, page_checksum_verification=True) as opened:
         found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
-    return _with_columns(found, FIXED[table]) if table in FIXED else found
+    if table not in FIXED:
+        return found
+    extra = [field for field in EXTRA if table == "contributions" and field.name in found.column_names]
+    return _with_columns(found, pa.schema([*FIXED[table], *extra]))
 
 
 def steps_of(run: Path, part: Part) -> list[int]:
@@ -57,6 +60,8 @@ def steps_of(run: Path, part: Part) -> list[int]:
 def has_columns(table: str, schema: pa.Schema) -> bool:
     """Whether a part has the columns of its table; an older release left out some of the newest."""
     wanted = FIXED.get(table)
+    if wanted is not None and table == "contributions":
+        wanted = pa.schema([*wanted, *(field for field in EXTRA if field.name in schema.names)])
     if wanted is None or schema.equals(wanted):
         return True
     older = [field for field in wanted if field.name not in NEWEST or field.name in schema.names]

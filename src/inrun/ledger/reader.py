@@ -86,7 +86,7 @@ class LedgerReader:
     def _read(self, table: str, schema: pa.Schema) -> pa.Table:
         self.flush_if_open()
         tables = self._load(table)
-        return pa.concat_tables(tables) if tables else schema.empty_table()
+        return pa.concat_tables(tables, promote_options="default") if tables else schema.empty_table()
 
     def _load(self, table: str) -> list[pa.Table]:
         for last in TRIES:
@@ -102,7 +102,10 @@ class LedgerReader:
         """Write what this object holds back, before it is read: nothing, for a reader."""
 
     def contributions(self) -> pa.Table:
-        """Return every contribution, in the order written. Loads all of it: for large runs use :meth:`tables`."""
+        """Return every contribution, in the order written, with ``norm`` and ``cosine`` where a step told them (``extra=``).
+
+        Loads all of it: for large runs use :meth:`tables`.
+        """
         return self._read("contributions", CONTRIBUTIONS)
 
     def credits(self) -> pa.Table:

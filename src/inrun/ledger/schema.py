@@ -7,6 +7,9 @@ import pyarrow as pa
 CONTRIBUTIONS = pa.schema(
     [("step", pa.int64()), ("sample_id", pa.int64()), ("validation", pa.string()), ("contribution", pa.float32())]
 )
+#: Columns that contributions have beside these in parts of steps that told them (``extra=``): the norm of the sample's part of the
+#: gradient, the same for all validation labels, and its cosine with the validation gradient. Null where a step did not tell.
+EXTRA = pa.schema([("norm", pa.float32()), ("cosine", pa.float32())])
 #: ``step`` and ``row`` are those of the use; ``error`` is the standard error of the credit's estimate.
 CREDITS = pa.schema(
     [
