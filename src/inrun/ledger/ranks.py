@@ -1,9 +1,9 @@
 """Ranks that write side by side: which of them a step waits for, and how they go on together.
 
-Every rank has parts and a manifest of its own. What joins them is in the manifest of rank 0: its ``begin`` and ``resume`` entries open a
-*session* and say how many ranks write in it (``world``; nothing where it is one). A step is complete when every rank of the session
-has flushed it, and only complete steps are read. Before rank 0 opens a session it cuts all other manifests at the mark, so that
-nothing of an earlier session is left in them; the others wait for that.
+Every rank has parts and a manifest of its own. What joins them is in the manifest of rank 0: its ``begin`` and ``resume`` entries
+open a *session* and say how many ranks write in it (``world``; nothing where it is one). A step is complete when every rank of the
+session has flushed it, and only complete steps are read. Before rank 0 opens a session it cuts all other manifests at the mark, so
+that nothing of an earlier session is left in them; the others wait for that.
 """
 
 from __future__ import annotations

@@ -110,14 +110,11 @@ def _verify(run: Path) -> tuple[Verification, list[Chain]]:
     _look_around(run, chains, names, set(counted), found)
     late = waiting_ranks(chains)
     if late:
-        who = "rank " + ", ".join(map(str, late))
-        found.notes.append(
-            f"steps from {complete_steps(chains)} on wait for {who} and do not count until all ranks have written them"
-        )
-    if session_of(chains).without:
-        found.notes.append(
-            f"steps count without rank {', '.join(map(str, sorted(session_of(chains).without)))}, whose books were lost"
-        )
+        who = ", ".join(map(str, late))
+        found.notes.append(f"steps from {complete_steps(chains)} on do not count yet: rank {who} has not written them")
+    lost = sorted(session_of(chains).without)
+    if lost:
+        found.notes.append(f"steps count without rank {', '.join(map(str, lost))}, whose books were lost")
     return found, chains
 
 

@@ -58,7 +58,7 @@ class Ledger(LedgerReader):
     Args:
         path: A folder that holds no run yet. ``Ledger.resume`` goes on with one, ``Ledger.open`` reads one.
         rank: This process among those that write side by side.
-        world: How many there are. A step counts once all of them have flushed it. Accounts, the same on all ranks, are kept by rank 0.
+        world: How many there are. A step counts once all of them have flushed it. Accounts, the same on all, are rank 0's.
         flush_every: Rows (an integer) or time (text such as "30s" or "5min") after which a part is written.
         about: What ``run.json`` says beside schema, sign and unit.
     """
