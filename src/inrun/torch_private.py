@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
+    "at_end_of_backward",
     "attention_body",
     "buffers_written_silently",
     "compiler_here",
     "current_backward",
+    "default_store",
     "flatten_tree",
     "foreign_gradient_hooks",
     "is_compiled",
@@ -63,6 +65,17 @@ def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let writes in the block go uncounted: for content that comes back bit for bit, so that graphs stay valid."""
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         yield
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the running backward has ended, after what was queued so far and what that queues (DDP's reduction)."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def default_store() -> Any:
+    """Return the store by which the processes of a job found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def current_backward() -> int:

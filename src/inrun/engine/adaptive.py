@@ -56,7 +56,7 @@ class StepRefinement:
     ) -> None:
         """``take`` is told the validation gradients that directions are made of from now on."""
         self.look, self.directions, self.factors, self.settlement, self.take = look, directions, factors, settlement, take
-        self.way = DataWay(look.path)
+        self.way, self.processes = DataWay(look.path), look.validation.processes
 
     @torch.no_grad()
     def is_rough(self, usual: Usual) -> bool:
@@ -83,7 +83,8 @@ class StepRefinement:
 
         def shared() -> Shared:
             tried = self.settlement.tried(microbatches, len(columns))
-            return Shared(self._whole(), torch.tensor(spreads(columns, tried), dtype=torch.float64))
+            spread = torch.tensor(spreads(columns, tried), dtype=torch.float64)
+            return Shared(self._whole(), self.processes.summed("accounts", spread))
 
         def again(points: Points) -> Shared:
             self.take(look.averaged(self.way.at, points))

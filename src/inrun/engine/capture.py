@@ -29,7 +29,7 @@ from inrun.layers import Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
+from inrun.torch_private import current_backward, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,6 @@ class Capture:
         micro = self._micro
         assert micro is not None
         if self._depth == 0:
-            _check_wrappers()
             began = time.perf_counter()
             self._look_before((args, kwargs), micro)
             self._occasion.spend(time.perf_counter() - began)
@@ -368,11 +367,3 @@ class Capture:
         probes = micro.ask_outputs(site, tuple(scored), call, outputs)
         tapped: list[Tensor] = [Output.apply(x, probe) for x, probe in zip(outputs, probes, strict=True)]
         return replace_float_tensors(out, iter(tapped))
-
-
-def _check_wrappers() -> None:
-    if active_ddp_module() is not None:
-        raise StepError(
-            "the model runs inside DistributedDataParallel, which averages gradients over processes after they were scored; that "
-            "is not supported yet. Score a run of one process, or leave out accountant.step() on this job."
-        )

@@ -244,6 +244,21 @@ class Directions:
         return rule.direction(raw, grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
 
     @torch.no_grad()
+    def whole(self, s: Scored) -> Tensor | None:
+        """Return a parameter's whole direction as its samples were contracted with it, ``[k, *shape]``; None where it scores 0."""
+        p = s.parameter
+        if p not in self.raw or p in self.streaming:
+            return self.streaming[p].v if p in self.streaming else None
+        if p in self.ready:
+            return self.ready[p]
+        kept = self.raw[p]
+        self.raw[p] = kept.clone()  # a direction may be made in place
+        try:
+            return self.deferred(s, None)
+        finally:
+            self.raw[p] = kept
+
+    @torch.no_grad()
     def row_factors(self, s: Scored) -> Tensor:
         """Return, per row of an output vocabulary, the real step's gain over the streamed one, ``[p]``, learning rate included.
 

@@ -51,6 +51,7 @@ class Settlement(Settling):
         """``quietly`` makes a context in which modules that run again are not observed."""
         super().__init__()
         self.setup, self.directions, self.factors, self.step, self.quietly = setup, directions, factors, step, quietly
+        self.processes = setup.processes
         #: Per microbatch, ``[n, k]``.
         self._totals: dict[Microbatch, Tensor] = {}
         #: Modules without a rule that were contracted at the end of their microbatch, ``[n, k]`` before any factor.
@@ -115,18 +116,22 @@ class Settlement(Settling):
         Returns:
             Seconds that only the comparison took.
         """
-        factor = self.factors.settle(optimizer, others_have_stepped=self.begun)
         mine = [s for s in self.setup.scored if s.optimizer == optimizer]
-        for micro in microbatches:
-            if any(replayed.arrived for replayed in micro.replays):
-                self.contract_replays(micro)
-        for micro in microbatches:
-            self._add_streamed(micro, mine, factor)
-        spent = self._settle_kept(optimizer, microbatches, factor, checked)
+        with self.processes.together(f"the contraction ({optimizer})", self.step):
+            # What a sample's gradient is multiplied by until the optimizer uses it: processes are averaged.
+            factor = self.factors.settle(optimizer, others_have_stepped=self.begun) * self.processes.share
+            for micro in microbatches:
+                if any(replayed.arrived for replayed in micro.replays):
+                    self.contract_replays(micro)
+            for micro in microbatches:
+                self._add_streamed(micro, mine, factor)
+            spent = self._settle_kept(optimizer, microbatches, factor, checked)
         self.settled.add(optimizer)
         if checked and finite:
             began = time.perf_counter()
             self._balance_streamed(mine, microbatches, factor)
+            if self.processes.several:
+                self._balance_all(mine)
             self._check(mine, microbatches)
             spent += time.perf_counter() - began
         return spent
@@ -210,7 +215,7 @@ class Settlement(Settling):
         totals = _zeros(microbatches, columns)
         for optimizer, factor in self.factors.measured().items():
             for s, held in self._waiting(optimizer, microbatches).items():
-                self._contract(s, held, factor, totals)
+                self._contract(s, held, factor * self.processes.share, totals)
         return torch.cat(list(totals.values()))
 
     # Conservation
@@ -245,14 +250,32 @@ class Settlement(Settling):
                 expected, scale = inner(s.used_gradient, direction.v)
                 self._balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
 
+    def _balance_all(self, mine: list[Scored]) -> None:
+        """Of several processes: both sides of every parameter's sum, for the samples of all of them.
+
+        A process that has no sample with gradient for a parameter has 0 on its side, and the same gradient.
+        """
+        sums: dict[Scored, Tensor] = {}
+        for s in mine:
+            v = None if s.parameter.grad is None else self.directions.whole(s)
+            if v is None:
+                continue
+            own = self._balances.get(s.parameter)
+            sums[s] = torch.zeros(len(v), dtype=torch.float64) if own is None else own.contributed.double().cpu()
+            expected, scale = inner(s.used_gradient, v)
+            self._balances[s.parameter] = Balance(s, sums[s], expected.cpu(), scale.cpu())
+        self.processes.sum_("conservation", list(sums.values()))
+
     def _check(self, mine: list[Scored], microbatches: list[Microbatch]) -> None:
         seen = self.factors.watch.seen
         norms = [seen[s.parameter].norm for s in mine if s.parameter in seen]
         if not bool(torch.isfinite(torch.stack(norms)).all()):
             return
-        coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
-        causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
-        check_balances(list(self._balances.values()), sum(m.n for m in microbatches), self.step, coarse, causes)
+        with self.processes.together("conservation", self.step):
+            coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
+            causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
+            rows = sum(m.n for m in microbatches) * self.processes.world
+            check_balances(list(self._balances.values()), rows, self.step, coarse, causes)
 
 
 def _joint_rows(shapes: list[GradientShape]) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
 from inrun.engine.extras import check_extra
 from inrun.engine.no_validation import NoValidation
+from inrun.engine.processes import Processes, find_processes
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
@@ -67,6 +68,8 @@ class Setup:
     merges: bool = False
     #: What steps tell beside contributions.
     extra: tuple[str, ...] = ()
+    #: The processes that train together.
+    processes: Processes = field(default_factory=Processes)
 
     @property
     def device(self) -> torch.device:
@@ -122,6 +125,7 @@ class Setup:
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "model": type(self.model).__name__,
             "parameters": sum(s.parameter.numel() for s in self.scored),
+            **({"processes": self.processes.world} if self.processes.several else {}),
         }
 
     def warn(self) -> None:
@@ -167,10 +171,13 @@ def make_setup(
     hessian: str,
     deferred_memory: int | str | None,
     extra: Iterable[str],
+    process_group: Any = None,
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
-    called, model = model, uncompiled(model)
+    called, model, group = unwrapped(model)
     check_model(model)
+    processes = find_processes(group, process_group, next((p.device for p in model.parameters()), torch.device("cpu")))
+    _check_processes(processes, validation)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
     if update != "sgd":
@@ -196,8 +203,8 @@ def make_setup(
     _check_form(form, validation is None and all(rule.linear for rule in rules))
     if bitwise and form == "shared":
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
-    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
+    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode, processes)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     sites = find_sites(model, by_parameter)
@@ -229,7 +236,38 @@ def make_setup(
         form="project" if bitwise else form,
         check_rows=check_rows,
         groups=sum(len(o.param_groups) for o in optimizers),
+        processes=processes,
     )
+
+
+def unwrapped(model: Any) -> tuple[Any, Any, Any]:
+    """Return what validation callables call, the module itself, and the process group of DistributedDataParallel, if any.
+
+    What is called is the module, or what torch.compile made of it: never DDP, whose forward prepares a reduction.
+    """
+    called, model, group = model, uncompiled(model), None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        called, model, group = model.module, uncompiled(model.module), model.process_group
+    return called, model, group
+
+
+def _check_processes(processes: Processes, validation: Loss | Mapping[str, Loss] | None) -> None:
+    """Raise on all ranks unless all have the same validation sets."""
+    if not processes.several:
+        return
+    names = list(map(str, validation)) if isinstance(validation, Mapping) else [] if validation is None else ["validation"]
+    of_ranks = processes.tell(names)
+    if any(x != of_ranks[0] for x in of_ranks):
+        told = ", ".join(f"rank {r} has {', '.join(x) or 'none'}" for r, x in enumerate(of_ranks))
+        raise ConfigurationError(
+            f"validation sets differ between processes: {told}. Every rank gives every set, with all of its rows or with a part of "
+            "them: the loss of a set is the mean over ranks of what its callables return."
+        )
+    if validation is None:
+        raise ConfigurationError(
+            f"no validation= in a run of {processes.world} processes: merged steps contract with the validation rows of their own "
+            "process only. Give validation= (its rows may be split over processes)."
+        )
 
 
 def _merged_options(method: str | None, credit: str, refresh: int, bitwise: bool) -> tuple[str, str]:
@@ -264,13 +302,13 @@ def _timing_of(plan: CreditPlan) -> Timing:
 
 
 def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a plain module of one process; say what to give instead."""
+    """Raise unless ``model`` is a module that can be scored; say what to give instead."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, nn.DataParallel):
         raise ConfigurationError(
-            f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes "
-            "after they were scored. Score a run of one process with the module inside (model.module)."
+            "the model is wrapped in DataParallel, whose copies of the model are not observed; take DistributedDataParallel (one "
+            "process per device), or the module inside (model.module) on one device."
         )
     _check_fused_head(model)
     _check_parameters(model)

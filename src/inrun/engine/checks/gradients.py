@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
-from inrun.torch_private import current_backward, foreign_gradient_hooks, version_of
+from inrun.torch_private import at_end_of_backward, current_backward, foreign_gradient_hooks, version_of
 
 SKETCH = 8
 #: Entries whose squares are added up at a time, and up to how many that is done in one go.
@@ -43,8 +44,11 @@ class Seen:
     sketch: Tensor
 
     def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
-        """Whether this very tensor is still there and was written to just so often."""
-        return gradient is self.gradient and version_of(gradient) == self.version + writes
+        """Whether this very tensor is still there and was written to just so often.
+
+        A part of a larger tensor (a view of one of DDP's buckets) shares the count with all others: it tells nothing.
+        """
+        return gradient is self.gradient and (gradient._is_view() or version_of(gradient) == self.version + writes)
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -88,11 +92,21 @@ def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: flo
     return sums[0], sums[1]
 
 
+def _look(gradient: Tensor) -> Seen:
+    return Seen(gradient, version_of(gradient), norm_of(gradient), sketch_of(gradient))
+
+
 class GradientWatch:
     """What happens to the gradients of the scored parameters in one step; told by hooks that the engine keeps on them."""
 
-    def __init__(self, scored: list[Scored]) -> None:
-        """Look at the gradients as they stand before the step's first backward."""
+    def __init__(self, scored: list[Scored], reduced: bool = False) -> None:
+        """Look at the gradients as they stand before the step's first backward.
+
+        ``reduced`` tells that gradients are averaged over processes before a backward is over: they are measured then.
+        """
+        self.reduced = reduced
+        #: Of several processes: gradients that stood after a backward in which they did not arrive here.
+        self._elsewhere: dict[nn.Parameter, Seen] = {}
         self.names = {s.parameter: s.name for s in scored}
         self.seen: dict[nn.Parameter, Seen] = {}
         #: Backwards in which a parameter received gradient.
@@ -122,14 +136,16 @@ class GradientWatch:
         return hook
 
     @torch.no_grad()
-    def arrive(self, parameter: nn.Parameter) -> None:
-        """Note a gradient right after it was accumulated."""
+    def arrive(self, parameter: nn.Parameter, measure: bool = False) -> None:
+        """Note a gradient right after it was accumulated; where it will be reduced, measure it then, unless told to now."""
         gradient = parameter.grad
         if gradient is None:
             return
         backward = current_backward()
         if backward != self._latest:
             self._latest = backward
+            if self.reduced:
+                at_end_of_backward(self._measure_reduced)
             _check_autocast(parameter.device.type)
         self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
@@ -137,7 +153,23 @@ class GradientWatch:
             self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
-        self.seen[parameter] = Seen(gradient, version_of(gradient), norm_of(gradient), sketch_of(gradient))
+        if measure or not self.reduced:
+            self.seen[parameter] = _look(gradient)
+
+    @torch.no_grad()
+    def _measure_reduced(self) -> None:
+        """At the end of a backward, when gradients are what all processes use."""
+        for p in self.names:
+            if p.grad is not None:
+                (self.seen if p in self.backwards else self._elsewhere)[p] = _look(p.grad)
+
+    def take_reduced(self, scored: list[Scored], processes: Processes) -> None:
+        """Take gradients into account that arrived on other processes only, of samples there."""
+        came = torch.tensor([s.parameter in self.backwards for s in scored], dtype=torch.int32)
+        somewhere = processes.summed("small", came)
+        for s, count in zip(scored, somewhere.tolist(), strict=True):
+            if count and s.parameter not in self.seen and s.parameter in self._elsewhere:
+                self.seen[s.parameter] = self._elsewhere[s.parameter]
 
     def settle(self) -> None:
         """From now on an optimizer has stepped: more gradient comes too late."""

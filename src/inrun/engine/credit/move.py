@@ -27,7 +27,8 @@ class ParameterMove:
     #: The factor of −w, where decay is beside the update, and λ where it enters the gradient.
     shrink: float
     entering_decay: float
-    #: What a sample's gradient is multiplied by when it enters: clipping and loss scale, with the sign of the optimizer.
+    #: What a sample's gradient is multiplied by when it enters: clipping and loss scale, with the sign of the optimizer, and its
+    #: share in the mean over processes.
     factor: float
     #: Whether its gain is one of the first, made of hardly more than this step's own gradient.
     early: bool
@@ -53,12 +54,18 @@ class WholeMove:
         path: UpdatePath,
         factors: dict[int, float],
         free: Mapping[int, Realised] | None = None,
+        share: float = 1.0,
     ) -> None:
-        """``factors`` are those of the optimizers' gradients (clipping, loss scale); the memory of ``free`` may be taken."""
+        """``factors`` are those of the optimizers' gradients (clipping, loss scale); the memory of ``free`` may be taken.
+
+        ``share`` is what a sample's gradient counts for in that of all processes.
+        """
         self.scored, self.path = scored, path
         place = {s: i for i, s in enumerate(scored)}
         old = free or {}
-        self.moves = {place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer], old.get(place[s])) for s in path.moving()}
+        self.moves = {
+            place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer] * share, old.get(place[s])) for s in path.moving()
+        }
 
     def at(self, fraction: float) -> Place:
         """Hold the model at w + fraction · (w' − w)."""

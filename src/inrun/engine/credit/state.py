@@ -143,7 +143,7 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
     device = store.sketcher.device
     entries = []
     for j, e in enumerate(plain["entries"]):
-        fields = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
+        fields: dict[str, Any] = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
         rows = [
             RowsApart(
                 i,
