@@ -167,7 +167,8 @@ class Accountant:
     def _begin_books(self, ledger: LedgerWriter | str | os.PathLike[str] | None, about: Mapping[str, Any]) -> LedgerWriter:
         if not isinstance(ledger, (str, os.PathLike)):
             return MemoryLedger(self.about()) if ledger is None else ledger
-        return Ledger(os.fspath(ledger), about={**self.about(), **about})
+        processes = self._setup.processes
+        return Ledger(os.fspath(ledger), rank=processes.rank, world=processes.world, about={**self.about(), **about})
 
     # Steps
 
