@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from guards import AGREED, GUARDS, dying
 from plays import Play, play_part
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -86,3 +87,5 @@ def played(plays: list[Play]) -> dict[str, Callable[[int, int], Any]]:
 
 JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {"ddp": played(PLAYS), "compiled": played(COMPILED)}
 BY_NAME = {p.name: p for p in (*PLAYS, *COMPILED)}
+JOBS["guards"] = {name: run for name, (run, _) in (*GUARDS.items(), *AGREED.items())}
+JOBS |= {f"dies {how}": {"dies": dying(how)} for how in ("in the forward", "before the optimizer", "sleeps")}
