@@ -17,6 +17,7 @@ from inrun.analysis import Summary, summarise, summarise_run
 from inrun.engine.attach import Attachment
 from inrun.engine.audits import Schedule
 from inrun.engine.checks.coverage import Coverage
+from inrun.engine.credit.redistribute import state_of_rank
 from inrun.engine.look import StepLook
 from inrun.engine.processes import Communication
 from inrun.engine.record import FinishedStep, StepResult
@@ -382,14 +383,20 @@ class Accountant:
             **self._run.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; the validation gradient is taken afresh at the next step."""
-        if state.get("version") != 1:
-            raise ConfigurationError(f"accountant state has version {state.get('version')!r}; this inrun reads version 1")
-        for key, mine in (("method", self.method), ("update", self.update), ("game", self.credit)):
-            if state.get(key, "step") != mine:
-                raise ConfigurationError(f"the saved run used {key}={state[key]!r}, this accountant has {mine!r}")
-        self._run.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from a saved state; the validation gradient is taken afresh at the next step.
+
+        Of several processes each loads its own. Where their number has changed, every process gives the states of all that saved,
+        in the order of their ranks: open windows are shared out anew.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if one.get("version") != 1:
+                raise ConfigurationError(f"accountant state has version {one.get('version')!r}; this inrun reads version 1")
+            for key, mine in (("method", self.method), ("update", self.update), ("game", self.credit)):
+                if one.get(key, "step") != mine:
+                    raise ConfigurationError(f"the saved run used {key}={one[key]!r}, this accountant has {mine!r}")
+        self._run.load_state_dict(state_of_rank(states, self._setup.processes))
 
     def close(self, settle: bool = True, alone: bool = False) -> None:
         """Detach from model and optimizers. Scores stay readable.

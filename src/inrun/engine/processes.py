@@ -185,7 +185,9 @@ class Group(Processes):
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         found = torch.empty(self.world * len(numbers), dtype=torch.int64, device=self._device)
-        self._call("meetings", mine.nbytes, lambda: self._dist.all_gather_into_tensor(found, mine, group=self._group))
+        # The second name is the first's in releases up to 2.12.
+        gather = getattr(self._dist, "all_gather_single", None) or self._dist.all_gather_into_tensor
+        self._call("meetings", mine.nbytes, lambda: gather(found, mine, group=self._group))
         return found.view(self.world, -1).tolist()  # type: ignore[no-any-return]
 
     def tell(self, what: Any) -> list[Any]:

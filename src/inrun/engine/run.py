@@ -170,6 +170,7 @@ class Run:
             "audit": self.audits.state_dict(),
             "moved": None if self.moved is None else [s.name for s in self.moved],
             "usual": self.usual.state_dict(),
+            "processes": {"rank": self.setup.processes.rank, "world": self.setup.processes.world},
             **({} if self.credit is None else {"credit": credit_state(self.credit)}),
         }
 

@@ -149,7 +149,9 @@ class GradientWatch:
             _check_autocast(parameter.device.type)
         self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
-        if before is not None and not before.untouched(gradient, writes=1):
+        # DDP lays its buckets out anew after the first backward: a view of one is another tensor then, with the same content.
+        in_bucket = self.reduced and gradient._is_view()
+        if before is not None and not in_bucket and not before.untouched(gradient, writes=1):
             self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
