@@ -1,7 +1,7 @@
 """The processes of one training: how they find each other, and which part of every batch is whose.
 
-``torchrun --nproc-per-node N -m inrun train config.yaml`` starts N processes that read the same configuration. The samples of a step
-are those of the global batch, whatever N is: each rank takes its slice of them.
+``torchrun --nproc-per-node N -m inrun train config.yaml`` starts N processes that read the same configuration. The samples of a
+step are those of the global batch, whatever N is: each rank takes its slice of them.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _check(config: TrainConfig, world: int) -> None:
     if b.size % world and launched()[0] == 0:
         most = -(-b.size // world)
         log.warning(
-            "inrun: batch.size %d is no multiple of %d processes: the first %d take %d samples of every step, the others %d. Scores and "
-            "weights are those of the whole batch all the same",
+            "inrun: batch.size %d is no multiple of %d processes: the first %d take %d samples of every step, the others %d. Scores "
+            "and weights are those of the whole batch all the same",
             *(b.size, world, b.size % world, most, most - 1),
         )

@@ -271,7 +271,7 @@ class WholeCredit:
             self.given, self.spread = self.given + payment.data, self.spread + payment.rest
             self._note(payment)
         own = torch.zeros(entry.n, k, dtype=torch.float64) if payment is None else payment.own.clone()
-        self.open.append(Open(step, ids, own))
+        self.open.append(Open(step, ids, own, self._row_numbers(entry.n)))
         self.factors = np.vstack(
             [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
         )
@@ -334,6 +334,15 @@ class WholeCredit:
             self.store.begin_epoch(gains, early)
             remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
             self.audit.rebase(self.store.sketcher, remembered, self.store.weights_now, self.decays, self.inherited)
+
+    def _row_numbers(self, n: int) -> Tensor | None:
+        """Return the numbers of this process's rows among those of all; None for a process alone."""
+        if not self.processes.several:
+            return None
+        counts = torch.zeros(self.processes.world, dtype=torch.int64)
+        counts[self.processes.rank] = n
+        before = self.processes.summed("small", counts)[: self.processes.rank].sum()
+        return torch.arange(n) + before
 
     # The end of a window
 
@@ -400,6 +409,7 @@ def _settled(o: Open, error: Tensor, paid: float, columns: list[Label]) -> Settl
         credits={str(c): values[:, j].copy() for j, c in enumerate(columns)},
         errors={str(c): errors[:, j].copy() for j, c in enumerate(columns)},
         paid=np.full(len(values), paid, np.float32),
+        rows=None if o.rows is None else o.rows.numpy(),
     )
 
 

@@ -20,6 +20,8 @@ class Open:
     ids: Tensor
     #: ``[n, k]``, in double precision.
     credit: Tensor
+    #: The numbers of the rows in the step, ``[n]``, where several processes share it: those of lower ranks come first.
+    rows: Tensor | None = None
 
 
 @dataclass

@@ -48,7 +48,7 @@ def join_states(states: list[Saved], mine: list[int]) -> Saved:
     tensors = {k: x for k, x in states[0]["tensors"].items() if not k.startswith(("open.", "entry."))}
     plain = {**first, "entries": []}
     for j in range(len(first["open"])):
-        for name in ("ids", "credit"):
+        for name in ("ids", "credit", *(["rows"] if f"open.{j}.rows" in states[0]["tensors"] else [])):
             tensors[f"open.{j}.{name}"] = _rows([s["tensors"][f"open.{j}.{name}"] for s in states], mine)
         join = _join_exact if first["exact"] else _join_sketched
         plain["entries"].append(join(states, mine, j, tensors))
