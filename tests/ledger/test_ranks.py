@@ -73,25 +73,40 @@ def books(run: Path) -> tuple[list, list, list]:
 # Ranks in processes of their own. A checkpoint is a file with the step and the mark, written when all ranks have theirs.
 
 
-def write_rank(folder: Path, rank: int, world: int, steps: int, meet, pause: float) -> None:
+class Meeting:
+    """A barrier without a lock, which a killed process would keep: every rank counts how often it came."""
+
+    def __init__(self, world: int) -> None:
+        self.counts, self.over = multiprocessing.RawArray("q", world), multiprocessing.RawValue("b", 0)
+
+    def wait(self, rank: int) -> None:
+        self.counts[rank] += 1
+        until = time.monotonic() + PATIENCE
+        while min(self.counts) < self.counts[rank]:
+            if self.over.value or time.monotonic() > until:
+                os._exit(3)  # as a collective fails when another rank is gone
+            time.sleep(0.0005)
+
+
+def write_rank(folder: Path, rank: int, world: int, steps: int, meeting: Meeting, pause: float) -> None:
     """Go on from the last checkpoint, or begin, until all steps are done."""
     checkpoint, run = folder / "checkpoint.json", folder / "run"
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else None
-    meet.wait(PATIENCE)  # all have read the same checkpoint
+    meeting.wait(rank)  # all have read the same checkpoint
     if state is not None:
         ledger = Ledger.resume(run, state["mark"], rank=rank, world=world, flush_every=5 + 3 * rank)
     elif (run / "run.json").exists():
         ledger = Ledger.resume(run, None, rank=rank, world=world, flush_every=5 + 3 * rank)
     else:
-        meet.wait(PATIENCE)  # all have seen that there is no run
+        meeting.wait(rank)  # all have seen that there is no run
         ledger = Ledger(run, rank=rank, world=world, flush_every=5 + 3 * rank, about={"credit": "whole"})
     for step in range(0 if state is None else state["step"], steps):
-        meet.wait(PATIENCE)  # as a reduction of gradients does
+        meeting.wait(rank)  # as a reduction of gradients does
         ledger.write(record(step, rank, world))
         time.sleep(pause)
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             mark = ledger.mark()
-            meet.wait(PATIENCE)
+            meeting.wait(rank)
             if rank == 0:
                 aside = checkpoint.with_suffix(".tmp")
                 aside.write_text(json.dumps({"step": step + 1, "mark": mark}))
@@ -105,8 +120,8 @@ class Job:
     def __init__(self, folder: Path, world: int, steps: int, pause: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
         context = multiprocessing.get_context("fork")
-        self.meet = context.Barrier(world)
-        more = (world, steps, self.meet, pause)
+        self.meeting = Meeting(world)
+        more = (world, steps, self.meeting, pause)
         self.children = [context.Process(target=write_rank, args=(folder, rank, *more), daemon=True) for rank in range(world)]
 
     def __enter__(self) -> Job:
@@ -128,7 +143,7 @@ class Job:
         """Kill -9 one rank; the others end as soon as they miss it, as a launcher sees to. Whether it was killed in time."""
         os.kill(self.children[rank].pid, signal.SIGKILL)
         self.children[rank].join()
-        self.meet.abort()
+        self.meeting.over.value = 1
         for child in self.children:
             child.join(PATIENCE)
         assert not any(child.is_alive() for child in self.children)

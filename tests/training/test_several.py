@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from several import Ranks, free_port, train_in
 
 import inrun
 from inrun.errors import ConfigurationError
@@ -23,7 +24,6 @@ from inrun.training.checkpoint import checkpoints_of
 from inrun.training.config import make_config
 from inrun.training.processes import launched
 from inrun.training.session import train
-from several import Ranks, free_port, train_in
 from small_run import corpus, settings
 
 #: Relative to the largest figure of its kind, in float32 and with AdamW, which divides by √v: contributions and credits; books and

@@ -201,6 +201,8 @@ class Ledger(LedgerReader):
                 ledger._lock = lock_rank(ledger.path, 0)
                 cut_others(ledger.path, world, mark, ledger._files)
             else:
+                with contextlib.suppress(LedgerError):  # only here can be seen that a process of this machine is gone
+                    lock_rank(ledger.path, rank).release()
                 wait_for_resume(ledger.path, rank, world, mark, step)
                 ledger._lock = lock_rank(ledger.path, rank, LOCK_PATIENCE)
             chain = None

@@ -161,7 +161,7 @@ def _check(config: TrainConfig, world: int) -> None:
     if b.size % world and launched()[0] == 0:
         most = -(-b.size // world)
         log.warning(
-            "inrun: batch.size %d is no multiple of %d processes: the first %d take %d samples of every step, the others %d. Scores "
-            "and weights are those of the whole batch all the same",
+            "inrun: batch.size %d is no multiple of %d processes: the first %d take %d samples of every step, the others %d. "
+            "Scores and weights are those of the whole batch all the same",
             *(b.size, world, b.size % world, most, most - 1),
         )
