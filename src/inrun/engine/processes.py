@@ -8,6 +8,8 @@ work succeeded. An error on one rank is raised on all, by name; ranks that came 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import platform
 import time
@@ -26,6 +28,8 @@ from inrun.torch_private import default_store
 HEAD, OWN = 3, 5
 #: Bytes that are reduced at a time.
 BUCKET = 64 * 2**20
+#: Numbers for what rank 0 says, of this process: all ranks ask for the same. Seconds between looks whether it has.
+_said, LOOK = itertools.count(), 0.05
 #: Seconds in which the other ranks that also lost somebody are waited for.
 PATIENCE = 3.0
 
@@ -111,6 +115,10 @@ class Processes:
     def tell(self, what: Any) -> list[Any]:
         """Return a small plain object of every rank."""
         return [what]
+
+    def first_says(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0, however long it takes, and return its plain result on all ranks; raise where it failed."""
+        return work()
 
     def announce(self, error: BaseException) -> None:
         """Leave word of an error for ranks that will miss this one."""
@@ -198,6 +206,30 @@ class Group(Processes):
         found: list[Any] = [None] * self.world
         self._call("messages", 0, lambda: self._dist.all_gather_object(found, mine, group=self._group))
         return found
+
+    def first_says(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0, however long it takes, and return its plain result on all ranks; raise where it failed.
+
+        The others look into the store: a collective would give up after its timeout.
+        """
+        key = f"inrun/said/{next(_said)}"
+        if self.rank == 0:
+            try:
+                found = work()
+            except BaseException as error:
+                default_store().set(f"{key}/failed", f"{type(error).__name__}: {error}"[:2000])
+                raise
+            default_store().set(key, json.dumps(found))
+            return found
+        try:
+            store = default_store()
+            while not store.check([key]):
+                if store.check([f"{key}/failed"]):
+                    raise ProcessError(f"rank 0 failed: {store.get(f'{key}/failed').decode()}")
+                time.sleep(LOOK)
+            return json.loads(store.get(key))
+        except RuntimeError as error:
+            raise ProcessError(f"rank 0 did not answer: it died while rank {self.rank} waited for it ({error})") from error
 
     # Sums
 

@@ -7,12 +7,9 @@ step are those of the global batch, whatever N is: each rank takes its slice of 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,16 +19,11 @@ import torch
 from torch import Tensor
 
 from inrun.engine.processes import Processes, find_processes
-from inrun.errors import ConfigurationError, InrunError, ProcessError
-from inrun.torch_private import default_store
+from inrun.errors import ConfigurationError, ProcessError
 from inrun.training.config import TrainConfig
 from inrun.training.order import Ids
 
 log = logging.getLogger("inrun")
-#: Numbers for what rank 0 says, of this process: all ranks ask for the same.
-_said = itertools.count()
-#: Seconds between looks at what rank 0 has said.
-LOOK = 0.05
 
 
 def launched() -> tuple[int, int]:
@@ -78,31 +70,6 @@ class Job:
     def part(self, ids: Ids) -> Ids:
         """Return this rank's slice of a global batch."""
         return np.array_split(ids, self.world)[self.rank]
-
-    def first_says(self, work: Callable[[], Any]) -> Any:
-        """Do something on rank 0, however long it takes, and return its plain result on all ranks; raise where it failed."""
-        if self.world == 1:
-            return work()
-        key = f"inrun/said/{next(_said)}"
-        if self.is_first:
-            try:
-                found = work()
-            except BaseException as error:
-                default_store().set(f"{key}/failed", f"{type(error).__name__}: {error}"[:2000])
-                raise
-            default_store().set(key, json.dumps(found))
-            return found
-        try:
-            store = default_store()
-            while not store.check([key]):  # not a collective: documents may be tokenised for hours
-                if store.check([f"{key}/failed"]):
-                    raise ProcessError(f"rank 0 failed: {store.get(f'{key}/failed').decode()}")
-                time.sleep(LOOK)
-            return json.loads(store.get(key))
-        except (RuntimeError, OSError) as error:
-            if isinstance(error, InrunError):
-                raise
-            raise ProcessError(f"rank 0 did not answer: it died while rank {self.rank} waited for it ({error})") from error
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ def train(
     run = Path(config.run)
     with job_of(config) as job, contextlib.ExitStack() as stack:
         prepared: list[Prepared] = []
-        told = job.first_says(lambda: _open(config, run, resume, reading, job, stack, prepared))
+        told = job.processes.first_says(lambda: _open(config, run, resume, reading, job, stack, prepared))
         return _train(make_config(told["config"]), run, told["step"], prepared, job, tell, stop)
 
 
