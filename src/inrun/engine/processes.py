@@ -217,7 +217,7 @@ class Group(Processes):
             try:
                 found = work()
             except BaseException as error:
-                default_store().set(f"{key}/failed", f"{type(error).__name__}: {error}"[:2000])
+                self._say_failed(key, error)
                 raise
             default_store().set(key, json.dumps(found))
             return found
@@ -225,11 +225,22 @@ class Group(Processes):
             store = default_store()
             while not store.check([key]):
                 if store.check([f"{key}/failed"]):
-                    raise ProcessError(f"rank 0 failed: {store.get(f'{key}/failed').decode()}")
+                    said = store.get(f"{key}/failed").decode()
+                    store.set(f"{key}/heard/{self.rank}", "1")
+                    raise ProcessError(f"rank 0 failed: {said}")
                 time.sleep(LOOK)
             return json.loads(store.get(key))
         except RuntimeError as error:
             raise ProcessError(f"rank 0 did not answer: it died while rank {self.rank} waited for it ({error})") from error
+
+    def _say_failed(self, key: str, error: BaseException) -> None:
+        """Tell why rank 0 failed, and wait a little until all have heard it: the store may be this process's, and end with it."""
+        with contextlib.suppress(Exception):
+            store, until = default_store(), time.monotonic() + PATIENCE
+            store.set(f"{key}/failed", f"{type(error).__name__}: {error}"[:2000])
+            heard = [f"{key}/heard/{rank}" for rank in range(1, self.world)]
+            while not store.check(heard) and time.monotonic() < until:
+                time.sleep(LOOK)
 
     # Sums
 
