@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pandas  # noqa: F401 - loaded once, by the server
 import torch
+import torch._dynamo
 
 from inrun.errors import InrunError
 from inrun.training.config import make_config
