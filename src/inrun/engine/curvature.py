@@ -48,7 +48,7 @@ def bent_by_differences(
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
+    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.weight for s in moving])) / length
     for sign in (1.0, -1.0):
         with path.at(moving, move, sign * h):
             there = validation.gradients(parameters, step)

@@ -149,7 +149,7 @@ class WholeCredit:
             gradient = raw[i]
             assert gradient is not None
             if m.shrink != 0.0:
-                decay += m.shrink * _dots(gradient, m.scored.parameter.detach())
+                decay += m.shrink * _dots(gradient, m.scored.weight)
             d = whole[i] = move.direction(i, gradient)
             pace = m.realised.pace
             total += pace * _dots(d, m.realised.q)
@@ -243,7 +243,7 @@ class WholeCredit:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
         if m.entering_decay == 0.0 and i not in self.decays:
             return None
-        weight = m.scored.parameter.detach().to(m.realised.q.dtype) * m.entering_decay
+        weight = m.scored.weight.to(m.realised.q.dtype) * m.entering_decay
         if m.realised.entry is not None:
             weight = weight * m.realised.entry
         before = self.decays.get(i)

@@ -84,7 +84,7 @@ class WholeMove:
             g = raw[i]
             if g is not None:
                 way = m.realised.q * m.realised.gain * m.realised.pace
-                way = way.add_(m.scored.parameter.detach().to(way.dtype), alpha=m.shrink) if m.shrink else way
+                way = way.add_(m.scored.weight.to(way.dtype), alpha=m.shrink) if m.shrink else way
                 total += (g.reshape(k, -1) @ way.reshape(-1).to(g.dtype)).double().cpu()
         return total
 
@@ -101,7 +101,7 @@ class WholeMove:
 
 
 def _move_of(s: Scored, rule: UpdateRule, factor: float, before: Realised | None) -> ParameterMove:
-    weight, group, state = s.parameter.detach(), s.group, s.state
+    weight, group, state = s.weight, s.group, s.state
     recall = rule.recall(group, state)
     if recall is None:
         raise OptimizerError(
