@@ -182,7 +182,9 @@ def make_setup(
     processes = find_processes(shards or group, process_group, device, shards is not None)
     _check_processes(processes, validation)
     if processes.sharded:
-        hessian = "differences"  # a second backward would need whole parameters in all layers at once
+        hessian = (
+            "differences" if method == "second" else hessian
+        )  # a second backward would need whole parameters in all layers at once
         _check_sharded(credit_memory, extra)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)

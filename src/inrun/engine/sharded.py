@@ -58,7 +58,8 @@ def backward_beside(model: nn.Module, point: Tensor, parameters: Sequence[nn.Par
 
     Split parameters get their gradient in ``.grad`` and nowhere else: it is taken out and put back.
     """
-    held = [(p, p.grad) for p in model.parameters()]
+    # Not model.parameters(): while a parameter is whole, its module has the one that stands for it.
+    held = [(p, p.grad) for p in fsdp_parameters(model)]
     groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in fsdp_groups(model)]
     for p, _ in held:
         p.grad = None

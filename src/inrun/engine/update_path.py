@@ -61,7 +61,7 @@ class UpdatePath:
     def _has_frozen_gain(s: Scored, rule: UpdateRule, state: dict[str, Any]) -> bool:
         """Whether the gain before the step is usable: not of tables, output vocabularies and what never had a gradient."""
         classes = any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
-        return not s.some_sparse and not classes and rule.without_history(state) < s.parameter.numel()
+        return not s.some_sparse and not classes and rule.without_history(state) < s.weight.numel()
 
     def direction(self, s: Scored, raw: Tensor) -> Tensor:
         """Return v = gain ∘ ∇̄ for validation gradients ``[k, *shape]``, which are overwritten."""
