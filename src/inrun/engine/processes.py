@@ -80,6 +80,8 @@ class Processes:
     """One process alone: nothing is exchanged."""
 
     rank, world = 0, 1
+    #: Whether parameters are split over processes.
+    sharded = False
 
     @property
     def several(self) -> bool:
@@ -107,6 +109,10 @@ class Processes:
     def summed(self, what: str, x: Tensor) -> Tensor:
         """Return a small tensor, added up over ranks."""
         return x
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return what was added up over the entries of parameters, over all their entries, where they are split."""
+        return self.summed("products of shards", x) if self.sharded else x
 
     def agree(self, where: str, step: int, flag: bool) -> bool:
         """Whether something holds on some rank."""
@@ -138,10 +144,11 @@ class Processes:
 class Group(Processes):
     """One process of several."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, sharded: bool) -> None:
         """``group`` is that over which gradients are averaged; ``device`` is where small numbers are exchanged."""
         import torch.distributed as dist
 
+        self.sharded = sharded
         self._dist, self._group, self._device = dist, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._payload: dict[str, int] = {}
@@ -364,13 +371,14 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def find_processes(wrapped_group: Any, process_group: Any, device: torch.device) -> Processes:
+def find_processes(wrapped_group: Any, process_group: Any, device: torch.device, sharded: bool = False) -> Processes:
     """Return the processes of a run.
 
     Args:
         wrapped_group: The group of the wrapper around the model; None where there is none.
         process_group: What the user gave.
         device: Where the parameters are.
+        sharded: Whether they are split over the processes.
     """
     import torch.distributed as dist
 
@@ -387,7 +395,7 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device)
         return Processes()
     if not running:
         raise ConfigurationError("process_group= is given, but torch.distributed is not initialised; call init_process_group first")
-    if dist.get_world_size(group) <= 1:
+    if dist.get_world_size(group) <= 1 and not sharded:
         return Processes()
     backend = dist.get_backend(group)
-    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"))
+    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded)

@@ -64,9 +64,9 @@ class Run:
     def __init__(self, setup: Setup, audits: Schedule) -> None:
         """Begin at step 0."""
         self.setup, self.audits = setup, audits
-        self.capture = Capture(setup.model, setup.called, setup.sites, setup.form, setup.check_rows)
+        self.capture = Capture(setup.model, setup.called, setup.sites, setup.form, setup.check_rows, setup.processes)
         self.buffers = Buffers()
-        self.history = History()
+        self.history = History(setup.processes)
         #: Steps that were recorded; the number of the next one.
         self.steps_done = 0
         self.last: StepResult | None = None
@@ -247,7 +247,7 @@ class Run:
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient was accumulated."""
-        if self.open_step is not None:
+        if self.open_step is not None and not self.capture.is_paused:  # a validation pass may have to fill ``.grad``
             self.open_step.gradient_arrived(parameter)
 
     def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

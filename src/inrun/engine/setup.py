@@ -18,6 +18,7 @@ from inrun.engine.directions import Timing
 from inrun.engine.extras import check_extra
 from inrun.engine.no_validation import NoValidation
 from inrun.engine.processes import Processes, find_processes
+from inrun.engine.sharded import shard_group, tell_shards
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
@@ -176,8 +177,15 @@ def make_setup(
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
     called, model, group = unwrapped(model)
     check_model(model)
-    processes = find_processes(group, process_group, next((p.device for p in model.parameters()), torch.device("cpu")))
+    shards = shard_group(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    processes = find_processes(shards or group, process_group, device, shards is not None)
     _check_processes(processes, validation)
+    if processes.sharded:
+        hessian = (
+            "differences" if method == "second" else hessian
+        )  # a second backward would need whole parameters in all layers at once
+        _check_sharded(credit_memory, extra)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
     if update != "sgd":
@@ -205,6 +213,9 @@ def make_setup(
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
     by_parameter = scored_parameters(model, optimizers)
     sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode, processes)
+    if processes.sharded:
+        tell_shards(model, list(by_parameter.values()), processes.rank, processes.world, shards)
+        _check_elementwise(rules)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     sites = find_sites(model, by_parameter)
@@ -312,11 +323,11 @@ def check_model(model: Any) -> None:
         )
     _check_fused_head(model)
     _check_parameters(model)
-    sharded = [name or "the model itself" for name, m in model.named_modules() if _is_sharded(m)]
-    if sharded:
+    old = [name or "the model itself" for name, m in model.named_modules() if _is_flattened(m)]
+    if old:
         raise ConfigurationError(
-            f"the model is sharded over processes ({', '.join(sharded[:3])}), by FSDP, which is not supported yet. Score a run of "
-            "one process that holds the whole model."
+            f"the model is sharded by FullyShardedDataParallel ({', '.join(old[:3])}), whose flat parameters hide those of "
+            "the layers; take fully_shard (FSDP2), or DistributedDataParallel."
         )
 
 
@@ -337,12 +348,10 @@ def _check_fused_head(model: nn.Module) -> None:
 def _check_parameters(model: nn.Module) -> None:
     """Raise for parameters that are split over processes, or that an optimizer moves inside the backward."""
     for name, p in model.named_parameters():
-        placements = getattr(p, "placements", None)
-        if placements is not None:
+        if hasattr(p, "ds_id") or hasattr(p, "ds_tensor"):
             raise ConfigurationError(
-                f"{name} is a DTensor ({', '.join(str(x) for x in placements)}): parameters that are split over processes "
-                "(tensor parallel plans, FSDP2) are not scored yet, since no process sees a sample's whole gradient. Score a run "
-                "of one process that holds the whole model."
+                f"{name} is partitioned by DeepSpeed ZeRO-3, whose parameters and gradients are whole only inside its own "
+                "engine; take fully_shard (FSDP2), or DistributedDataParallel."
             )
         if getattr(p, "_in_backward_optimizers", None):
             raise ConfigurationError(
@@ -351,8 +360,28 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(c.__name__ in ("FullyShardedDataParallel", "FSDPModule") for c in type(module).__mro__)
+def _is_flattened(module: nn.Module) -> bool:
+    return any(c.__name__ == "FullyShardedDataParallel" for c in type(module).__mro__)
+
+
+def _check_sharded(credit_memory: str, extra: Iterable[str]) -> None:
+    """Raise for what is not scored where parameters are split over processes."""
+    if credit_memory == "exact":
+        raise ConfigurationError(
+            'credit_memory="exact" keeps whole gradients of every sample and contracts them with whole directions; with '
+            'fully_shard take credit_memory="sketch", or DistributedDataParallel.'
+        )
+    if "cosine" in ((extra,) if isinstance(extra, str) else tuple(extra)):
+        raise ConfigurationError('extra="cosine" is told of models that are not sharded; leave it out')
+
+
+def _check_elementwise(rules: list[UpdateRule]) -> None:
+    for rule in rules:
+        if not rule.elementwise:
+            raise OptimizerError(
+                f"{type(rule).__name__.removesuffix('Rule')} looks at a whole matrix to move it; where parameters are split over "
+                'processes (fully_shard), optimizers that move every entry by itself are scored (AdamW, SGD, ...), or update="sgd"'
+            )
 
 
 def _check_optimizers(optimizers: list[Any]) -> None:

@@ -102,7 +102,7 @@ class Step(OpenStep):
                 meeting.own = [int(run.audits.due(self.number))]
             self.audited = self.measured = bool(meeting.first(0))
             self.measured = self.measured and self.merged is None  # there is nothing to measure losses with
-            self.watch = GradientWatch(setup.scored, reduced=self.processes.several)
+            self.watch = GradientWatch(setup.scored, self.processes)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
             self.path = UpdatePath(setup.scored, setup.rules, setup.update, run.buffers)
             self.look = StepLook(setup.validation, self.path, run.capture, self.number, run.moved, run.hessian_checked)
@@ -264,6 +264,8 @@ class Step(OpenStep):
         if self.settlement.begun:
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         setup, run = self.setup, self.run
+        if self.processes.sharded:
+            self._check_rows_everywhere(ids)
         samples = ids if ids.dim() == 1 else Documents(ids, setup.device)
         columns = max(len(self.columns), 1)
         common = (samples, self.asks, columns, setup.probe_dtype, setup.device, run.buffers, self.allowance, run.flag)
@@ -274,6 +276,17 @@ class Step(OpenStep):
             return micro
         run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
         return micro
+
+    def _check_rows_everywhere(self, ids: Tensor) -> None:
+        """Where directions are split over processes, a backward makes them whole on all: none may have nothing to score."""
+        with self.processes.together("a microbatch", self.number) as meeting:
+            meeting.own = [ids.numel()]
+        without = [r for r, x in enumerate(meeting.all) if x[0] == 0]
+        if without:
+            raise StepError(
+                f"rank {', '.join(map(str, without))} has a batch without rows in step {self.number}: with fully_shard every rank "
+                "needs at least one. Pad the last batch (its rows count as further uses of their samples), or drop it on all ranks."
+            )
 
     def _open_merged(self, rows: int, common: tuple[Any, ...]) -> MergedMicrobatch:
         if isinstance(common[0], Documents):

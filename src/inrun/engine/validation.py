@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from inrun.engine.fold import Folds
 from inrun.engine.processes import Meeting, Processes
 from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
+from inrun.engine.sharded import backward_beside, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -173,18 +175,30 @@ class Validation:
     def _quiet(self, name: str, step: int) -> Any:
         salt = 1 + self.names.index(name)
         return (
+            self._afresh(),
             forked_random(seed_of(step, salt), devices_of(self.model)),
             modes(self.model, None if self.mode == "train" else False),
             self.guard.hold(),
         )
+
+    @contextlib.contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """Where parameters are split over processes: gather them as they are now, and keep none of what was gathered."""
+        if self.processes.sharded:
+            reshard(self.model)
+        try:
+            yield
+        finally:
+            if self.processes.sharded:
+                reshard(self.model)
 
     def losses(self, step: int) -> Tensor:
         """Return the losses alone, ``[k]``."""
         parts = []
         with self.processes.together("the validation losses", step) as meeting:
             for name in self.names:
-                random_state, flags, buffers = self._quiet(name, step)
-                with random_state, flags, buffers, torch.no_grad(), no_reentry():
+                afresh, random_state, flags, buffers = self._quiet(name, step)
+                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
                     parts.append(self._loss(name, step).detach().reshape(-1).double())
             found = torch.cat(parts)
             meeting.own = [len(found)]
@@ -197,8 +211,8 @@ class Validation:
         found: list[Label] = []
         with self.processes.together("the validation losses", step) as meeting:
             for name in self.names:
-                random_state, flags, buffers = self._quiet(name, step)
-                with random_state, flags, buffers, torch.no_grad(), no_reentry():
+                afresh, random_state, flags, buffers = self._quiet(name, step)
+                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
                     loss = self._loss(name, step)
                 found += self._labels(name, loss)
             meeting.own = [len(found)]
@@ -211,6 +225,10 @@ class Validation:
 
     def gradients(self, parameters: list[nn.Parameter], step: int, check: Check | None = None) -> Gradients:
         """Return losses and gradients; ``.grad`` is not touched. ``check`` may raise for what this process found."""
+        if self.processes.sharded:
+            return self._each_point(
+                parameters, step, lambda point, last: backward_beside(self.model, point, parameters, last), check
+            )
         return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last), check)
 
     def bent_gradients(self, parameters: list[nn.Parameter], step: int, move: dict[nn.Parameter, Tensor]) -> Gradients:
@@ -233,7 +251,9 @@ class Validation:
                 check(found.raw)
             meeting.own = [len(found.columns)]
         _check_same(meeting)
-        if self.processes.several:
+        if self.processes.sharded:
+            self.processes.mean_("losses", [found.losses])
+        elif self.processes.several:
             self._average(found, parameters)
         return found
 
@@ -253,8 +273,8 @@ class Validation:
         losses: list[Tensor] = []
         found: list[list[Tensor | None]] = []
         for name in self.names:
-            random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.enable_grad(), no_reentry():
+            afresh, random_state, flags, buffers = self._quiet(name, step)
+            with afresh, random_state, flags, buffers, torch.enable_grad(), no_reentry():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(
@@ -262,7 +282,11 @@ class Validation:
                         "do not call it under no_grad, and do not detach the model's output"
                     )
                 points = loss.reshape(-1)
-                mine = [differentiate(point, j + 1 == len(points)) for j, point in enumerate(points)]
+                mine = []
+                for j in range(len(points)):
+                    if self.processes.sharded and j:  # a graph of split parameters serves one backward
+                        points = self._loss(name, step).reshape(-1)
+                    mine.append(differentiate(points[j], j + 1 == len(points)))
                 if all(g is None for gradients in mine for g in gradients):
                     raise ValidationError(
                         f"validation {name!r} returned a loss that depends on no parameter that is scored, so that every sample "

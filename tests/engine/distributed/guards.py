@@ -55,6 +55,7 @@ class Run:
                 self.optimizer.step()
             else:
                 scaler.step(self.optimizer)
+                scaler.update()
             self.optimizer.zero_grad()
         return self.accountant.last
 
@@ -125,7 +126,7 @@ def anothers_state(rank: int, world: int) -> Any:
 
 def without_sync(rank: int, world: int) -> Any:
     """Gradients that were never averaged are nobody's mean."""
-    run = Run()
+    run = Run(method="first")
     with run.model.no_sync():
         run.step(own_ids(rank), seed=rank)
 
@@ -138,7 +139,7 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
         "ConfigurationError: validation sets differ.*rank 0 has math, rank 1 has math, co",
     ),
     "validation fails on one rank": (validation_fails, "rank 1: KeyError: 'no such rows'|^KeyError"),
-    "too few ids on one rank": (ids_too_few, "rank 1: RowOwnershipError|^RowOwnershipError"),
+    "too few ids on one rank": (ids_too_few, "rank 1: IdsError|^IdsError"),
     "clipped by value": (clipped_by_value, "OptimizerError: between backward and optimizer.step"),
     "not wrapped": (not_wrapped, "ConfigurationError: torch.distributed runs with 2 processes.*process_group="),
     "merged": (merged, "ConfigurationError: no validation= in a run of 2 processes"),

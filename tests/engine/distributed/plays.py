@@ -141,7 +141,7 @@ def train(play: Play, rank: int, world: int, of: int, books: Books, before: Any,
         with accountant.step() as opened:
             for micro in range(len(play.sizes)):
                 last = micro == len(play.sizes) - 1
-                quiet = called.no_sync() if world > 1 and play.no_sync and not last else contextlib.nullcontext()
+                quiet = without_sync(called) if world > 1 and play.no_sync and not last else contextlib.nullcontext()
                 for some in [[p] for p in parts] if play.apart else [parts]:
                     ids = [i for p in some for i in ids_of(play, step, micro, p)]
                     with opened.microbatch(ids), quiet:
@@ -195,6 +195,18 @@ def play_part(play: Play, rank: int, world: int, of: int = 2) -> dict[str, Any]:
         "errors": books.errors,
         "weights": list(state["model"].values()),
     }
+
+
+@contextlib.contextmanager
+def without_sync(called: Any) -> Any:
+    """Accumulate without averaging, as DDP and fully_shard do it."""
+    if hasattr(called, "no_sync"):
+        with called.no_sync():
+            yield
+        return
+    called.set_requires_gradient_sync(False)
+    yield
+    called.set_requires_gradient_sync(True)
 
 
 def full(p: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.processes import Processes
-from inrun.engine.sites import Scored
+from inrun.engine.sites import Scored, local
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
 from inrun.torch_private import at_end_of_backward, current_backward, foreign_gradient_hooks, version_of
 
@@ -48,7 +48,10 @@ class Seen:
 
         A part of a larger tensor (a view of one of DDP's buckets) shares the count with all others: it tells nothing.
         """
-        return gradient is self.gradient and (gradient._is_view() or version_of(gradient) == self.version + writes)
+        if gradient is None or gradient is not self.gradient:
+            return False
+        here: Tensor = local(gradient)
+        return here._is_view() or version_of(here) == self.version + writes
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def sketch_of(gradient: Tensor) -> Tensor:
 
 def _sketches_agree(seen: list[tuple[Scored, Seen]]) -> bool:
     """Whether the first entries are what they were, and not all 0: a loss scaler's kernel does not count its writes."""
-    now = torch.cat([s.parameter.grad.reshape(-1)[:SKETCH] for s, _ in seen if s.parameter.grad is not None])
+    now = torch.cat([g.reshape(-1)[:SKETCH] for s, _ in seen if (g := s.gradient) is not None])
     then = torch.cat([note.sketch for _, note in seen])
     return torch.equal(now, then) and bool((then != 0).any())
 
@@ -93,18 +96,20 @@ def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: flo
 
 
 def _look(gradient: Tensor) -> Seen:
-    return Seen(gradient, version_of(gradient), norm_of(gradient), sketch_of(gradient))
+    here = local(gradient)
+    return Seen(gradient, version_of(here), norm_of(here), sketch_of(here))
 
 
 class GradientWatch:
     """What happens to the gradients of the scored parameters in one step; told by hooks that the engine keeps on them."""
 
-    def __init__(self, scored: list[Scored], reduced: bool = False) -> None:
+    def __init__(self, scored: list[Scored], processes: Processes | None = None) -> None:
         """Look at the gradients as they stand before the step's first backward.
 
-        ``reduced`` tells that gradients are averaged over processes before a backward is over: they are measured then.
+        Those that are averaged over processes are so before a backward is over: they are measured then.
         """
-        self.reduced = reduced
+        self.processes = processes or Processes()
+        self.reduced = self.processes.several
         #: Of several processes: gradients that stood after a backward in which they did not arrive here.
         self._elsewhere: dict[nn.Parameter, Seen] = {}
         self.names = {s.parameter: s.name for s in scored}
@@ -131,7 +136,7 @@ class GradientWatch:
                 return
             self.before.pop(parameter, None)  # torch.autograd.grad calls this too, and zero_grad may have come since
             if parameter.grad is not None:
-                self.before[parameter] = norm_of(parameter.grad)
+                self.before[parameter] = norm_of(local(parameter.grad))
 
         return hook
 
@@ -150,7 +155,7 @@ class GradientWatch:
         self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
         # DDP lays its buckets out anew after the first backward: a view of one is another tensor then, with the same content.
-        in_bucket = self.reduced and gradient._is_view()
+        in_bucket = self.reduced and local(gradient)._is_view()
         if before is not None and not in_bucket and not before.untouched(gradient, writes=1):
             self.disturbed.add(parameter)
         if self.settled:
@@ -216,7 +221,7 @@ class GradientWatch:
         norms = dict(self.before)
         for s in moving:
             if s.parameter not in self.seen and s.parameter.grad is not None:
-                norms[s.parameter] = norm_of(s.parameter.grad)
+                norms[s.parameter] = norm_of(local(s.parameter.grad))
         if not norms:
             return
         nonzero = (torch.stack([x.double() for x in norms.values()]) != 0).tolist()
@@ -240,11 +245,15 @@ class GradientWatch:
         if gone:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
         before = torch.stack([note.norm for _, note in seen]).double()
-        grads = [s.parameter.grad for s, _ in seen if s.parameter.grad is not None]
+        grads = [g for s, _ in seen if (g := s.gradient) is not None]
         after = torch.stack([norm_of(g) for g in grads]).double()
         b, a = torch.stack([before, after]).cpu()
         # Writes through .data, and those of a loss scaler's kernel, are not counted: look at all of it.
-        if torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen):
+        same = torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen)
+        if self.processes.sharded:
+            squares = self.processes.joined(torch.cat([b.square(), a.square(), b.new_tensor([float(not same)])]))
+            same, (b, a) = float(squares[-1]) == 0.0, squares[:-1].sqrt().chunk(2)
+        if same:
             return 1.0
         total = b.norm()
         if not torch.isfinite(total) or total == 0:
@@ -255,7 +264,7 @@ class GradientWatch:
         off = (a - c * b).abs() > tolerance * c * b + 1e-30
         turned, first = _sketch_distances(grads, [note.sketch for _, note in seen], c)
         off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
-        bad = torch.nonzero(off).flatten().tolist()
+        bad = torch.nonzero(self.processes.joined(off.to(torch.int32))).flatten().tolist()
         if bad and not strict:
             return None
         if bad:

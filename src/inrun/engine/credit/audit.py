@@ -87,7 +87,7 @@ class SketchAudit:
             if i in decays:
                 through = decays[i] * r.read
                 if m.entering_decay and r.direct:
-                    through = through + m.scored.parameter.detach().to(through.dtype) * (m.entering_decay * r.direct)
+                    through = through + m.scored.weight.to(through.dtype) * (m.entering_decay * r.direct)
                 real = real - self.of(i, through, weights)
             if i in inherited:
                 held, alpha = inherited[i]

@@ -111,9 +111,10 @@ class WholeCredit:
         self.begun = True
         self.decays = {}
         self.inherited = {}
-        for i, s in enumerate(self.scored):
-            held = self.rules[s.optimizer].remembered(s.state)
-            if held is not None and bool(torch.any(held != 0)):
+        found = [self.rules[s.optimizer].remembered(s.state) for s in self.scored]
+        some = torch.tensor([held is not None and bool(torch.any(held != 0)) for held in found], dtype=torch.int32)
+        for i, (held, count) in enumerate(zip(found, self.processes.joined(some).tolist(), strict=True)):
+            if held is not None and count:
                 self.inherited[i] = (held.detach().clone(), 1.0)
         if self.audit is not None and isinstance(self.store, SketchStore):
             self.audit.restart(self.store.sketcher)
@@ -149,7 +150,7 @@ class WholeCredit:
             gradient = raw[i]
             assert gradient is not None
             if m.shrink != 0.0:
-                decay += m.shrink * _dots(gradient, m.scored.parameter.detach())
+                decay += m.shrink * _dots(gradient, m.scored.weight)
             d = whole[i] = move.direction(i, gradient)
             pace = m.realised.pace
             total += pace * _dots(d, m.realised.q)
@@ -162,6 +163,7 @@ class WholeCredit:
                 part = pace * m.recall.read * m.recall.keep * alpha * _dots(d, held)
                 inherited += part
                 total -= part
+        total, decay, inherited = self.processes.joined(torch.stack([total, decay, inherited]))
         paces = np.array([move.moves[i].realised.pace if i in whole else 0.0 for i in range(len(self.scored))])
         own = np.array([[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]])
         kappa = self.memory.look(move.recalls()) * np.vstack([self.factors, own]) * paces
@@ -243,7 +245,7 @@ class WholeCredit:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
         if m.entering_decay == 0.0 and i not in self.decays:
             return None
-        weight = m.scored.parameter.detach().to(m.realised.q.dtype) * m.entering_decay
+        weight = m.scored.weight.to(m.realised.q.dtype) * m.entering_decay
         if m.realised.entry is not None:
             weight = weight * m.realised.entry
         before = self.decays.get(i)

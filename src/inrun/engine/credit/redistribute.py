@@ -36,6 +36,8 @@ def state_of_rank(states: list[Saved], processes: Processes) -> Saved:
             f"this is rank {processes.rank} of {processes.world}, and the saved state is that of {given}. Every rank loads its own "
             "state; where the number of processes has changed, give load_state_dict the list of all ranks' states, in their order."
         )
+    if processes.sharded:
+        return {**states[0], "credit": None}  # what the optimizer remembers is split in another way: it is inherited
     mine = of_ranks(processes.rank, processes.world, world)
     if world == processes.world or states[0].get("credit") is None:
         return states[mine[0] if mine else 0]

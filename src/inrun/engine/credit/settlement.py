@@ -128,7 +128,7 @@ class WholeSettlement(Settling):
         """Take the validation gradients along the whole move and work out what it pays."""
         credit, setup = self.credit, self.setup
         processes = setup.processes
-        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free, processes.share)
+        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free, processes)
         points = setup.method.points
         found = look.averaged(move.at, points)
         self._check_columns(found)
