@@ -47,6 +47,10 @@ class StepError(InrunError):
     """Calls around one optimizer step came in an order that cannot be scored."""
 
 
+class ProcessError(StepError):
+    """Another process of the run died, or is somewhere else in it."""
+
+
 class DeferredMemoryError(InrunError):
     """A method that waits for the optimizer's step would keep more than ``deferred_memory`` allows."""
 

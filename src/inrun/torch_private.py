@@ -21,12 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
+    "at_end_of_backward",
     "attention_body",
     "buffers_written_silently",
     "compiler_here",
     "current_backward",
+    "default_store",
     "flatten_tree",
     "foreign_gradient_hooks",
+    "fsdp_groups",
+    "fsdp_parameters",
     "is_compiled",
     "keep_version_counters",
     "may_change_size",
@@ -63,6 +67,39 @@ def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let writes in the block go uncounted: for content that comes back bit for bit, so that graphs stay valid."""
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         yield
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the running backward has ended, after what was queued so far and what that queues (DDP's reduction)."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def default_store() -> Any:
+    """Return the store by which the processes of a job found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` keeps of parameters that are gathered and reduced together."""
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return [g for m in modules for g in _groups_of(m._get_fsdp_state())]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # up to torch 2.10
+        found = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(found)
+
+
+def fsdp_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], Any]]:
+    """Return the parameters that ``fully_shard`` split, each with what tells the one that stands for it while it is whole."""
+
+    def unsharded(held: Any) -> Callable[[], Any]:
+        return lambda: getattr(held, "_unsharded_param", None)
+
+    return {held.sharded_param: unsharded(held) for g in fsdp_groups(model) for held in g.fsdp_params}
 
 
 def current_backward() -> int:

@@ -148,7 +148,7 @@ def test_what_was_settled_before_the_mark_stays_even_without_a_step(tmp_path) ->
 
 def test_another_ranks_mark_decides_by_the_moment_too(tmp_path) -> None:
     path = tmp_path / "run"
-    zero, one = new(path), new(path, rank=1)
+    zero, one = new(path, world=2), new(path, rank=1, world=2)
     for ledger in (zero, one):
         write(ledger, 0, 5)
     mark = zero.mark()
@@ -158,7 +158,7 @@ def test_another_ranks_mark_decides_by_the_moment_too(tmp_path) -> None:
     for ledger in (zero, one):
         ledger.close()
     assert settled_steps(path) == [0, 1, 0, 1, 2, 3]  # the control
-    for ledger in (resume(path, mark, world_size=2), resume(path, mark, rank=1, world_size=2)):
+    for ledger in (resume(path, mark, world=2), resume(path, mark, rank=1, world=2)):
         ledger.close()
     assert settled_steps(path) == [0, 1, 0, 1]
 

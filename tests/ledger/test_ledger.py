@@ -233,7 +233,7 @@ def test_late_rows_before_and_after_a_mark(tmp_path) -> None:
     def late(n: int) -> StepRecord:
         return StepRecord(n, np.array([77]), {"v": np.float32([n])}, [])
 
-    ledgers = [new(tmp_path / "run", rank=r) for r in range(2)]
+    ledgers = [new(tmp_path / "run", rank=r, world=2) for r in range(2)]
     for ledger in ledgers:
         for n in range(4):
             ledger.write(step(n))
@@ -246,7 +246,7 @@ def test_late_rows_before_and_after_a_mark(tmp_path) -> None:
         ledger.close()
     for mark in marks:
         for rank in range(2):
-            resume(tmp_path / "run", mark, rank=rank, world_size=2).close()
+            resume(tmp_path / "run", mark, rank=rank, world=2).close()
         rows = Ledger.open(tmp_path / "run").contributions()
         assert rows["step"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3, 2] * 2
 
@@ -297,7 +297,7 @@ def test_a_mark_of_a_dropped_branch_is_refused(tmp_path) -> None:
     resume(tmp_path / "run", first).close()
     for rank in (0, 1):  # no rank can be led astray by it
         with pytest.raises(LedgerError, match="branch that a resume .* dropped"):
-            resume(tmp_path / "run", second, rank=rank, world_size=2)
+            resume(tmp_path / "run", second, rank=rank, world=2)
     resume(tmp_path / "run", first).close()
     assert steps_in(tmp_path / "run") == [0]
 
@@ -466,9 +466,9 @@ def test_two_processes_begin_the_same_run(tmp_path) -> None:
 def write_ranks(run: Path, ranks: int, steps: range, mark=None, begin: bool = False) -> list[dict]:
     """Write steps on all ranks side by side; returns their marks."""
     if begin:
-        ledgers = [new(run, rank=r) for r in range(ranks)]
+        ledgers = [new(run, rank=r, world=ranks) for r in range(ranks)]
     else:
-        ledgers = [resume(run, mark, rank=r, world_size=ranks) for r in range(ranks)]
+        ledgers = [resume(run, mark, rank=r, world=ranks) for r in range(ranks)]
     for n in steps:
         for ledger in ledgers:
             ledger.write(step(n, scale=1.0 + ledger.rank))
@@ -491,7 +491,7 @@ def test_the_number_of_ranks_may_change(tmp_path, which: int) -> None:
     marks = write_ranks(run, 2, range(5, 9), marks[3 * which])
     marks = write_ranks(run, 3, range(9, 12), marks[which])
     for rank in range(3):
-        resume(run, marks[2 * which], rank=rank, world_size=3).close()
+        resume(run, marks[2 * which], rank=rank, world=3).close()
     found = Ledger.open(run).contributions().to_pylist()
     expected = [
         {"step": n, "sample_id": i, "validation": "v", "contribution": (1.0 + r) * n + i}
@@ -505,7 +505,7 @@ def test_the_number_of_ranks_may_change(tmp_path, which: int) -> None:
 
 def test_a_rank_that_did_not_flush_at_the_mark_is_refused(tmp_path) -> None:
     run = tmp_path / "run"
-    ledgers = [new(run, rank=r) for r in range(2)]
+    ledgers = [new(run, rank=r, world=2) for r in range(2)]
     for n in range(6):
         for ledger in ledgers:
             ledger.write(step(n))
@@ -514,44 +514,47 @@ def test_a_rank_that_did_not_flush_at_the_mark_is_refused(tmp_path) -> None:
     for ledger in ledgers:
         ledger.close()
     with pytest.raises(LedgerError, match=r"rank 1 .* did not flush at step 4.*mark\(\) on every rank"):
-        resume(run, mark, rank=1, world_size=2)
+        resume(run, mark, rank=1, world=2)
     with pytest.raises(LedgerError, match="rank 1 .* did not flush"):  # rank 0 closes its books
-        resume(run, mark, rank=0, world_size=1)
-    resume(run, None, rank=1, world_size=2).close()
-    resume(run, mark, rank=0, world_size=1).close()
-    assert steps_in(run) == [0, 1, 2, 3]
+        resume(run, mark, rank=0, world=1)
+    for rank in range(2):
+        resume(run, None, rank=rank, world=2).close()
+    with pytest.raises(LedgerError):  # not even then
+        resume(run, mark, rank=0, world=1)
+    assert steps_in(run) == []
 
 
 def test_a_rank_with_nothing_to_say_at_the_mark(tmp_path) -> None:
     """Its mark still knows the step, also after a resume."""
     run = tmp_path / "run"
-    one, two = new(run), new(run, rank=1)
+    one, two = new(run, world=2), new(run, rank=1, world=2)
     for n in range(4):
         one.write(step(n))
     two.write(step(0))
     two.write(StepRecord(3, np.arange(0), {}, []))
     marks = [one.mark(), two.mark()]
     one.close(), two.close()
-    again = [resume(run, marks[1], rank=r, world_size=2) for r in range(2)]
+    again = [resume(run, marks[1], rank=r, world=2) for r in range(2)]
     assert [ledger.mark()["step"] for ledger in again] == [4, 4]
     for ledger in again:
         ledger.close()
-    assert steps_in(run) == [0, 1, 2, 3, 0]
+    assert steps_in(run) == [0, 1, 2, 3]
+    assert Ledger.open(run).contributions()["step"].to_pylist() == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0]
 
 
 def test_a_rank_waits_for_rank_0(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("inrun.ledger.writer._wait_for.__defaults__", (0.1,))
-    with pytest.raises(LedgerError, match=r"run\.json did not appear.*rank 0 makes it"):
-        new(tmp_path / "run", rank=1)
+    monkeypatch.setattr("inrun.ledger.ranks.PATIENCE", 0.1)
+    with pytest.raises(LedgerError, match="was not begun by rank 0"):
+        new(tmp_path / "run", rank=1, world=2)
 
 
 def test_rank_0_cannot_close_a_rank_that_lives(tmp_path) -> None:
-    one, two = new(tmp_path / "run"), new(tmp_path / "run", rank=1)
+    one, two = new(tmp_path / "run", world=2), new(tmp_path / "run", rank=1, world=2)
     one.close()
     with pytest.raises(LedgerError, match="being written"):
-        resume(tmp_path / "run", None, world_size=1)
+        resume(tmp_path / "run", None, world=1)
     two.close()
-    resume(tmp_path / "run", None, world_size=1).close()
+    resume(tmp_path / "run", None, world=1).close()
     lock_rank(tmp_path / "run", 0).release()
 
 

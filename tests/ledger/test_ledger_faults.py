@@ -55,6 +55,15 @@ def rows_of(records) -> tuple[list, list]:
     return rows, [(a["step"], a["validation"], a["skipped"]) for r in records for a in r.accounts]
 
 
+def rows_of_ranks(by_rank: list[list[StepRecord]]) -> tuple[list, list]:
+    """Return what the books of several ranks must say: steps that all of them have, rank by rank, and the accounts of rank 0."""
+    if len(by_rank) == 1:
+        return rows_of(by_rank[0])
+    end = min(max([r.step + 1 for r in records], default=0) for records in by_rank)
+    found = [rows_of([r for r in records if r.step < end]) for records in by_rank]
+    return [row for rows, _ in found for row in rows], found[0][1]
+
+
 def read(path: Path) -> tuple[list, list]:
     """Return what the books say."""
     reader = Ledger.open(path)
@@ -147,7 +156,7 @@ class Session:
 
     def begin(self) -> None:
         for rank in range(self.ranks):
-            self.ledgers.append(self.make(self.path, rank=rank, flush_every=self.rows, files=self.files))
+            self.ledgers.append(self.make(self.path, rank=rank, world=self.ranks, flush_every=self.rows, files=self.files))
             self.promise.begun = True
 
     def _settling(self, ledger: Ledger, action) -> None:
@@ -184,11 +193,12 @@ class Session:
     def resume(self, which: int) -> None:
         mark, done = self.promise.marks[which]
         self.promise.marks = self.promise.marks[: which + 1]
+        self.promise.goal = {rank: [r for k, r in self.items[:done] if k == rank] for rank in range(self.ranks)}
         for rank in range(self.ranks):
-            self.promise.goal[rank] = [r for k, r in self.items[:done] if k == rank]
-            options = {"rank": rank, "world_size": self.ranks, "flush_every": self.rows, "files": self.files}
+            options = {"rank": rank, "world": self.ranks, "flush_every": self.rows, "files": self.files}
             self.ledgers.append(self.make.resume(self.path, mark, **options))
-            self.promise.stable[rank] = self.promise.goal[rank]
+            if rank == 0:  # it goes back for all
+                self.promise.stable = {r: list(records) for r, records in self.promise.goal.items()}
 
 
 def violation(path: Path, promise: Promise, ranks: int, rng: random.Random, make=Ledger, files: Files | None = None) -> str | None:
@@ -202,7 +212,7 @@ def violation(path: Path, promise: Promise, ranks: int, rng: random.Random, make
         if begun:
             found = read(path)
             choices = [[promise.stable[r], promise.goal[r]] for r in range(ranks)]
-            allowed = [rows_of([r for records in chosen for r in records]) for chosen in itertools.product(*choices)]
+            allowed = [rows_of_ranks(list(chosen)) for chosen in itertools.product(*choices)]
             if found not in allowed:
                 return "the books are not a prefix of what was written"
             check = verify(path)
@@ -212,16 +222,16 @@ def violation(path: Path, promise: Promise, ranks: int, rng: random.Random, make
         layer, rows = files or QuickFiles(), rng.choice([10, 10**6, 10**6])
         for rank in range(ranks):
             if begun:
-                options = {"rank": rank, "world_size": ranks, "flush_every": rows, "files": layer}
+                options = {"rank": rank, "world": ranks, "flush_every": rows, "files": layer}
                 ledger = make.resume(path, mark, **options)
             else:
-                ledger = make(path, rank=rank, flush_every=rows, files=layer)
+                ledger = make(path, rank=rank, world=ranks, flush_every=rows, files=layer)
                 mark, done = None, 0
             for k, item in items[done:]:
                 if k == rank:
                     ledger.write(item)
             ledger.close()
-        if read(path) != rows_of([r for k in range(ranks) for n, r in items if n == k]):
+        if read(path) != rows_of_ranks([[r for n, r in items if n == k] for k in range(ranks)]):
             return "going on does not give the books of the unbroken session"
         check = verify(path) if rng.random() < 0.25 else None
         return None if check is None or check.good else f"damaged after going on: {check.problems[0]}"

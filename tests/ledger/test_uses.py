@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -147,19 +148,28 @@ def test_open_credits_of_a_run_without_any_settled(tmp_path) -> None:
 
 
 def test_a_rank_that_settled_before_another(tmp_path) -> None:
-    """Both ranks use step 0; one has settled its rows. Those of the other are still there, as contributions."""
-    zero = Ledger(tmp_path / "run", flush_every=10**6, about=WHOLE, files=QuickFiles())
-    one = Ledger(tmp_path / "run", rank=1, flush_every=10**6, files=QuickFiles())
+    """Both ranks use step 0, one sample on both. Its credits count when both have settled it, and none is taken for the other's."""
+    zero = Ledger(tmp_path / "run", world=2, flush_every=10**6, about=WHOLE, files=QuickFiles())
+    one = Ledger(tmp_path / "run", rank=1, world=2, flush_every=10**6, files=QuickFiles())
     zero.write(record(0, [1, 2], {"v": [1, 2]}))
-    one.write(record(0, [3, 4], {"v": [3, 4]}))
-    one.settle([settled(0, [3, 4], {"v": [30, 40]}, {"v": [0, 0]})])
+    one.write(record(0, [2, 4], {"v": [3, 4]}))
+    one.settle([replace(settled(0, [2, 4], {"v": [30, 40]}, {"v": [0, 0]}), rows=np.array([2, 3]))])
     for ledger in (zero, one):
         ledger.flush()
     scores = by_sample(zero.scores(), "v")
-    assert {i: row["score"] for i, row in scores.items()} == {1: 1.0, 2: 2.0, 3: 30.0, 4: 40.0}
-    assert {i: row["pending"] for i, row in scores.items()} == {1: 1, 2: 1, 3: 0, 4: 0}
+    assert {i: (row["score"], row["pending"], row["times_used"]) for i, row in scores.items()} == {
+        1: (1.0, 1, 1),
+        2: (5.0, 2, 2),
+        4: (4.0, 1, 1),
+    }
     zero.settle([settled(0, [1, 2], {"v": [10, 20]}, {"v": [0, 0]})])
-    assert [row["score"] for row in zero.scores().to_pylist()] == [10.0, 20.0, 30.0, 40.0]
+    scores = by_sample(zero.scores(), "v")
+    assert {i: (row["score"], row["pending"], row["times_used"]) for i, row in scores.items()} == {
+        1: (10.0, 0, 1),
+        2: (50.0, 0, 2),
+        4: (40.0, 0, 1),
+    }
+    assert zero.credits()["row"].to_pylist() == [0, 1, 2, 3]
 
 
 FLOAT = st.floats(-4, 4, width=32)

@@ -27,6 +27,7 @@ Examples:
   inrun train config.yaml scoring.method=first     scores samples by what they did in their own step
   inrun train config.yaml --resume            goes on from the newest checkpoint, bit for bit
   inrun train config.yaml --dry-run           prints the resolved configuration
+  torchrun --nproc-per-node 4 -m inrun train config.yaml    four processes; --resume goes on with any number of them
 """
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG.yaml] [NAME=VALUE]...")
@@ -53,10 +54,13 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
         click.echo(config.as_yaml(), nl=False)
         return
     from inrun.cli.train_progress import ending, reading_bar, training_line
+    from inrun.training.processes import launched
     from inrun.training.session import train as run_training
 
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    stop = Stop()
+    first = launched()[0] == 0  # the others say nothing but errors
+    quiet = quiet or not first
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
+    stop = Stop(tells=first)
     with stop.listening(), reading_bar(quiet) as reading, training_line(quiet) as tell:
 
         def watched(done: int, total: int, documents: int) -> None:
@@ -65,7 +69,9 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
             reading(done, total, documents)
 
         result = run_training(config, resume=resume, reading=watched, tell=tell, stop=stop)
-    if as_json:
+    if not first:
+        pass
+    elif as_json:
         s = result.status
         ended = {"run": config.run, "step": s.step, "steps": s.steps, "finished": result.finished}
         more = {
@@ -146,9 +152,10 @@ def s_of(count: int, noun: str) -> str:
 class Stop:
     """Turns SIGTERM and Ctrl-C into a wish that training fulfils at the end of its step; a second Ctrl-C is at once."""
 
-    def __init__(self) -> None:
-        """Nothing was asked for yet."""
+    def __init__(self, tells: bool = True) -> None:
+        """Nothing was asked for yet; ``tells``: a wish is answered by a line."""
         self.signal: int | None = None
+        self.tells = tells
 
     def __call__(self) -> bool:
         """Whether training is to stop."""
@@ -178,7 +185,8 @@ class _Listening:
         if self.stop.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop.signal = number
-        click.echo("stopping after this step: books and a checkpoint are written", err=True)
+        if self.stop.tells:
+            click.echo("stopping after this step: books and a checkpoint are written", err=True)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():

@@ -17,17 +17,18 @@ from inrun.analysis import Summary, summarise, summarise_run
 from inrun.engine.attach import Attachment
 from inrun.engine.audits import Schedule
 from inrun.engine.checks.coverage import Coverage
+from inrun.engine.credit.redistribute import state_of_rank
 from inrun.engine.look import StepLook
+from inrun.engine.processes import Communication
 from inrun.engine.record import FinishedStep, StepResult
 from inrun.engine.run import Run
-from inrun.engine.setup import check_count, make_setup
+from inrun.engine.setup import check_count, make_setup, unwrapped
 from inrun.engine.sites import Scored
 from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
 from inrun.ledger.record import SettledCredits
-from inrun.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from inrun.fidelity import FidelityReport
@@ -95,6 +96,8 @@ class Accountant:
             the optimizers used it) and "cosine" (``last.cosines``: with the validation gradient; methods "first" and "lookahead").
             The ledger keeps both beside the contributions.
         about: What ``run.json`` of a new ledger says beside method, model and coverage (plain data).
+        process_group: The processes that train together, where the model itself does not tell: give it with the module inside
+            DistributedDataParallel. The wrapper, and a module that ``fully_shard`` was applied to, tell by themselves.
     """
 
     def __init__(
@@ -120,12 +123,13 @@ class Accountant:
         deferred_memory: int | str | None = None,
         extra: Iterable[str] = (),
         about: Mapping[str, Any] | None = None,
+        process_group: Any = None,
     ) -> None:
         """Attach to the model and its optimizers; :meth:`close` detaches."""
         if audit_every is not None:
             check_count("audit_every", audit_every, 0)
         _check_ledger(ledger)
-        if isinstance(model, nn.Module) and uncompiled(model) in _attached:
+        if isinstance(model, nn.Module) and unwrapped(model)[1] in _attached:
             raise ConfigurationError("this model already has an accountant; close() it before making another")
         self._setup = make_setup(
             model,
@@ -145,6 +149,7 @@ class Accountant:
             hessian=hessian,
             deferred_memory=deferred_memory,
             extra=extra,
+            process_group=process_group,
         )
         self._run = Run(self._setup, Schedule(audit_every))
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
@@ -163,7 +168,8 @@ class Accountant:
     def _begin_books(self, ledger: LedgerWriter | str | os.PathLike[str] | None, about: Mapping[str, Any]) -> LedgerWriter:
         if not isinstance(ledger, (str, os.PathLike)):
             return MemoryLedger(self.about()) if ledger is None else ledger
-        return Ledger(os.fspath(ledger), about={**self.about(), **about})
+        processes = self._setup.processes
+        return Ledger(os.fspath(ledger), rank=processes.rank, world=processes.world, about={**self.about(), **about})
 
     # Steps
 
@@ -190,7 +196,8 @@ class Accountant:
     def _finish_step(self, finished: FinishedStep, look: StepLook, moved: list[Scored] | None) -> None:
         """Write a finished step."""
         self._settle(self._run.take_left_over())
-        self.ledger.write(finished.record())
+        shared = isinstance(self.ledger, Ledger) and self._setup.processes.rank > 0
+        self.ledger.write(finished.record(with_accounts=not shared))
         self._run.finish(finished.result(), moved, look.hessian_checked)
         if finished.skipped:
             log.warning("inrun: step %d is not scored: %s", finished.step, finished.reason)
@@ -321,6 +328,11 @@ class Accountant:
             raise LedgerError(f"the ledger {type(self.ledger).__name__} only writes; ask the place it writes to")
         return found  # type: ignore[no-any-return]
 
+    @property
+    def communication(self) -> Communication:
+        """Return what this rank exchanged with others in the last step, beside what DDP or FSDP exchange, in bytes."""
+        return self._setup.processes.communication()
+
     def held_bytes(self) -> int:
         """Return the memory that is held between steps: buffers to be reused and, under whole credit, all that the window needs."""
         return self._run.buffers.nbytes() + (0 if self._run.credit is None else self._run.credit.nbytes())
@@ -371,37 +383,43 @@ class Accountant:
             **self._run.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; the validation gradient is taken afresh at the next step."""
-        if state.get("version") != 1:
-            raise ConfigurationError(f"accountant state has version {state.get('version')!r}; this inrun reads version 1")
-        for key, mine in (("method", self.method), ("update", self.update), ("game", self.credit)):
-            if state.get(key, "step") != mine:
-                raise ConfigurationError(f"the saved run used {key}={state[key]!r}, this accountant has {mine!r}")
-        self._run.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from a saved state; the validation gradient is taken afresh at the next step.
 
-    def close(self, settle: bool = True) -> None:
+        Of several processes each loads its own. Where their number has changed, every process gives the states of all that saved,
+        in the order of their ranks: open windows are shared out anew.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if one.get("version") != 1:
+                raise ConfigurationError(f"accountant state has version {one.get('version')!r}; this inrun reads version 1")
+            for key, mine in (("method", self.method), ("update", self.update), ("game", self.credit)):
+                if one.get(key, "step") != mine:
+                    raise ConfigurationError(f"the saved run used {key}={one[key]!r}, this accountant has {mine!r}")
+        self._run.load_state_dict(state_of_rank(states, self._setup.processes))
+
+    def close(self, settle: bool = True, alone: bool = False) -> None:
         """Detach from model and optimizers. Scores stay readable.
 
         Under whole credit, uses whose window is open are settled; ``settle=False`` leaves that to a run that goes on from a saved
-        state.
+        state. All processes of a run close together, but for one that is left ``alone`` by an error.
         """
         if not self._detach.alive:
             return
         if settle:
-            self._settle_rest()
+            self._settle_rest(alone)
         if self._owns_ledger and isinstance(self.ledger, Ledger):
             self.ledger.close()
         self._detach()
         self._run.buffers.free()
         _attached.pop(self._setup.model, None)
 
-    def _settle_rest(self) -> None:
+    def _settle_rest(self, alone: bool) -> None:
         """Under whole credit: settle what is open, and say what the end cut off."""
         credit = self._run.credit
         if credit is None:
             return
-        rest = [*self._run.take_left_over(), *credit.settle_all()]
+        rest = [*self._run.take_left_over(), *credit.settle_all(alone)]
         cut = [float(s.paid.mean()) for s in rest if len(s.paid) and s.paid.mean() < 0.99]
         if cut:
             log.info(
@@ -417,7 +435,7 @@ class Accountant:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         """Close."""
-        self.close()
+        self.close(alone=kind is not None)
 
 
 def _check_ledger(ledger: Any) -> None:

@@ -14,6 +14,7 @@ from inrun.engine.directions import Directions
 from inrun.engine.factors import Factors
 from inrun.engine.look import StepLook
 from inrun.engine.microbatch import Microbatch
+from inrun.engine.processes import Processes
 from inrun.engine.record import spreads
 from inrun.engine.refinement import Points, Usual, refine
 from inrun.engine.settlement import Settlement
@@ -26,9 +27,9 @@ from inrun.ledger.labels import Label
 class DataWay:
     """The data's part of a move: from w + δ_∅ to where the update that is scored leads."""
 
-    def __init__(self, path: UpdatePath) -> None:
+    def __init__(self, path: UpdatePath, processes: Processes) -> None:
         """All parameters that move do so together."""
-        self.path, self.moving = path, path.moving()
+        self.path, self.moving, self.processes = path, path.moving(), processes
 
     def at(self, fraction: float) -> Place:
         """Hold the model at w + δ_∅ + fraction · (data's part)."""
@@ -37,7 +38,7 @@ class DataWay:
     def worth(self, raw: list[Tensor | None]) -> Tensor:
         """Return −⟨data's part, ∇ℓ⟩ for validation gradients ``[k, *shape]``, which are overwritten: Σ_n c_n by them, ``[k]``."""
         of = dict(zip(self.path.scored, raw, strict=True))
-        return _summed((s, self.path.direction(s, g)) for s in self.moving if (g := of[s]) is not None)
+        return self.processes.joined(_summed((s, self.path.direction(s, g)) for s in self.moving if (g := of[s]) is not None))
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class StepRefinement:
     ) -> None:
         """``take`` is told the validation gradients that directions are made of from now on."""
         self.look, self.directions, self.factors, self.settlement, self.take = look, directions, factors, settlement, take
-        self.way = DataWay(look.path)
+        self.processes = look.validation.processes
+        self.way = DataWay(look.path, self.processes)
 
     @torch.no_grad()
     def is_rough(self, usual: Usual) -> bool:
@@ -83,7 +85,8 @@ class StepRefinement:
 
         def shared() -> Shared:
             tried = self.settlement.tried(microbatches, len(columns))
-            return Shared(self._whole(), torch.tensor(spreads(columns, tried), dtype=torch.float64))
+            spread = torch.tensor(spreads(columns, tried), dtype=torch.float64)
+            return Shared(self._whole(), self.processes.summed("accounts", spread))
 
         def again(points: Points) -> Shared:
             self.take(look.averaged(self.way.at, points))
@@ -95,7 +98,7 @@ class StepRefinement:
     def _whole(self) -> Tensor:
         """Return Σ_n c_n = ⟨G, v⟩ by the directions as they stand, ``[k]``."""
         ready = self.directions.ready
-        return _summed((s, ready[s.parameter]) for s in self.way.moving if s.parameter in ready)
+        return self.processes.joined(_summed((s, ready[s.parameter]) for s in self.way.moving if s.parameter in ready))
 
 
 def _summed(directions: Iterable[tuple[Scored, Tensor]]) -> Tensor:

@@ -22,6 +22,7 @@ from inrun.engine.checks.rows import RowCheck
 from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
+from inrun.engine.processes import Processes
 from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
@@ -30,7 +31,7 @@ from inrun.layers import Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import active_ddp_module, current_backward, without_attention_fast_path
+from inrun.torch_private import current_backward, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,11 @@ class Occasion:
 class Capture:
     """Decides what happens in a call of an observed module."""
 
-    def __init__(self, model: nn.Module, called: nn.Module, sites: list[Site], form: str, check_rows: bool) -> None:
+    def __init__(
+        self, model: nn.Module, called: nn.Module, sites: list[Site], form: str, check_rows: bool, processes: Processes
+    ) -> None:
         """``called`` is the model, or what torch.compile made of it; ``form`` is auto, shared or project."""
+        self.processes = processes
         self.model, self.called, self.sites, self.form = model, called, sites, form
         self.rows = RowCheck(sites, self._run_recorded, check_rows)
         self.documents = DocumentCheck(self._run_recorded, check_rows)
@@ -93,6 +97,11 @@ class Capture:
         self.plan.clear()
 
     @property
+    def is_paused(self) -> bool:
+        """Whether modules run unobserved for a while."""
+        return self._paused
+
+    @property
     def has_microbatch(self) -> bool:
         """Whether a microbatch is being observed."""
         return self._micro is not None
@@ -135,9 +144,9 @@ class Capture:
         micro = self._micro
         assert micro is not None
         if self._depth == 0:
-            _check_wrappers()
             began = time.perf_counter()
-            self._look_before((args, kwargs), micro)
+            with self._in_step((args, kwargs)):
+                self._look_before((args, kwargs), micro)
             self._occasion.spend(time.perf_counter() - began)
             if compiled or self._compiled:
                 if micro.documents is not None:
@@ -152,7 +161,8 @@ class Capture:
                         "merged steps score models that are not compiled; leave torch.compile out, or give the Accountant "
                         "validation= and open steps without merged="
                     )
-                self.plan.prepare(micro, (args, kwargs), self.model.training, self._run_recorded)
+                with self._in_step((args, kwargs)):
+                    self.plan.prepare(micro, (args, kwargs), self.model.training, self._run_recorded)
         self._depth += 1
         return True
 
@@ -163,10 +173,21 @@ class Capture:
             return False
         self.check_compiled()
         if self._micro is not None:
-            self.rows.after_forward((args, kwargs), self._micro.rows)
-            if self._micro.documents is not None:
-                self.documents.after_forward((args, kwargs), self._micro.documents)
+            with self._in_step((args, kwargs)):
+                self.rows.after_forward((args, kwargs), self._micro.rows)
+                if self._micro.documents is not None:
+                    self.documents.after_forward((args, kwargs), self._micro.documents)
         return True
+
+    @contextlib.contextmanager
+    def _in_step(self, arguments: Arguments) -> Iterator[None]:
+        """Where parameters are split over processes, a pass takes all of them: run as many as the one that looks most."""
+        try:
+            yield
+        finally:
+            if self.processes.sharded:
+                while self.processes.agree("a look at the rows", self._occasion.step, False):
+                    self._run_once(arguments, CallRecorder())
 
     def _look_before(self, arguments: Arguments, micro: Microbatch) -> None:
         occasion, documents = self._occasion, micro.documents
@@ -183,6 +204,12 @@ class Capture:
             self.plan.check()
 
     def _run_recorded(self, arguments: Arguments, recorder: Recorder | CallRecorder) -> Any:
+        """Run the model without gradient or trace, when all processes that must do."""
+        if self.processes.sharded:
+            self.processes.agree("a look at the rows", self._occasion.step, True)
+        return self._run_once(arguments, recorder)
+
+    def _run_once(self, arguments: Arguments, recorder: Recorder | CallRecorder) -> Any:
         """Run the model without gradient or trace, from the random state as it stands, and without compiled code."""
         args, kwargs = arguments
         before, self._recorder = self._recorder, recorder
@@ -249,7 +276,7 @@ class Capture:
         micro = self._micro
         if micro is None or self._paused or not (site.rule.reads or site.read_outside) or self._inside is site:
             return value
-        if site.scored[name].parameter is not value:
+        if not site.scored[name].is_parameter(value):
             return value
         if isinstance(self._recorder, CallRecorder):
             return value
@@ -362,6 +389,11 @@ class Capture:
         scored = {k: s for k, s in site.active().items() if s.parameter.requires_grad and not micro.directions.is_zero(s)}
         if not scored or not site.holds_its_parameters():
             return original(*args, **kwargs)
+        if any(s.shards is not None for s in scored.values()):
+            raise CoverageError(
+                f"{site.title} has no rule and would have to run again after its backward, when its parameters are split over "
+                "processes again; build it from layers that have a rule, freeze its parameters, or take DistributedDataParallel"
+            )
         call = site.rule.record(site.module, args, kwargs)
         out = original(*args, **kwargs)
         call.note_written()
@@ -371,11 +403,3 @@ class Capture:
         probes = micro.ask_outputs(site, tuple(scored), call, outputs)
         tapped: list[Tensor] = [Output.apply(x, probe) for x, probe in zip(outputs, probes, strict=True)]
         return replace_float_tensors(out, iter(tapped))
-
-
-def _check_wrappers() -> None:
-    if active_ddp_module() is not None:
-        raise StepError(
-            "the model runs inside DistributedDataParallel, which averages gradients over processes after they were scored; that "
-            "is not supported yet. Score a run of one process, or leave out accountant.step() on this job."
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients, Validation
@@ -24,8 +25,9 @@ def add_scaled(total: Gradients, more: Gradients, scale: float) -> None:
             total.raw[i] = g * scale if mine is None else mine.add_(g, alpha=scale)
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x).double() for x in tensors])))
+def _norm(tensors: list[Tensor], processes: Processes) -> float:
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x).double() for x in tensors]))
+    return float(processes.joined(norm.square().view(1)).sqrt()) if processes.sharded else float(norm)
 
 
 def bent_by_differences(
@@ -44,11 +46,11 @@ def bent_by_differences(
     """
     plain = own(validation.gradients(parameters, step))
     bent = own(plain)
-    length = _norm(list(move.values()))
+    length = _norm(list(move.values()), validation.processes)
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.parameter.detach() for s in moving])) / length
+    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.weight for s in moving], validation.processes)) / length
     for sign in (1.0, -1.0):
         with path.at(moving, move, sign * h):
             there = validation.gradients(parameters, step)
@@ -80,10 +82,11 @@ def check_hessian(
         if a is not None and b is not None and c is not None and d is not None
     ]
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    off = _norm([a - b for a, b, _, _ in quads])
-    bend, slope = _norm([b - c for _, b, c, _ in quads]), _norm([c for _, _, c, _ in quads])
+    off = _norm([a - b for a, b, _, _ in quads], validation.processes)
+    bend = _norm([b - c for _, b, c, _ in quads], validation.processes)
+    slope = _norm([c for _, _, c, _ in quads], validation.processes)
     # How far differences are to be trusted: what twice the step changes, and the rounding of the gradients.
-    doubt = _norm([b - d for _, b, _, d in quads])
+    doubt = _norm([b - d for _, b, _, d in quads], validation.processes)
     if doubt > 0.3 * bend:
         return True  # they cannot tell
     if off > 0.25 * bend + 3.0 * doubt + 64 * precision * slope / h:

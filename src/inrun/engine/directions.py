@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.errors import StepError
@@ -71,23 +72,31 @@ class History:
     Some: looked at again after the early steps only when audited. All: only when audited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes) -> None:
         """Nothing is known yet."""
+        self.processes = processes
         self._with_some: dict[nn.Parameter, dict[str, Any]] = {}
         self._with_all: dict[nn.Parameter, dict[str, Any]] = {}
 
     def missing(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> int | None:
         """Return how many entries never had a gradient; None where that need not be looked at again."""
         p = s.parameter
-        begun = self._with_some.get(p) is state and float(state.get("step", 0)) > EARLY
-        if not count and (begun or self._with_all.get(p) is state):
+        held = s.owner.state.get(p, state)
+        begun = self._with_some.get(p) is held and float(state.get("step", 0)) > EARLY
+        if not count and (begun or self._with_all.get(p) is held):
             return None
-        missing = rule.without_history(state)
+        missing = self._missing(s, rule, state)
         if missing < p.numel() and state:
-            self._with_some[p] = state
+            self._with_some[p] = held
         if missing == 0 and state:
-            self._with_all[p] = state
+            self._with_all[p] = held
         return missing
+
+    def _missing(self, s: Scored, rule: UpdateRule, state: dict[str, Any]) -> int:
+        if s.shards is None:
+            return rule.without_history(state)
+        here = s.shards.local.numel() if not state else rule.without_history(state)
+        return int(self.processes.joined(torch.tensor([here])))
 
 
 class Asks(Protocol):
@@ -161,14 +170,14 @@ class Directions:
                 continue
             state = s.state
             if rule.linear:
-                factor = rule.frozen(raw, s.parameter, s.group, state)
+                factor = rule.frozen(raw, s.weight, s.group, state)
                 assert factor is not None
                 self.streaming[s.parameter] = Direction(raw, factor)
             elif not s.only_sparse and not self._blank(s, rule, state, count):
                 # A table that is also a head needs its raw gradient again when the optimizer steps.
                 spare = self.keep_raw or (s.some_sparse and not rule.can_thaw(state))
                 v = raw.clone() if spare else raw
-                factor = rule.frozen(v, s.parameter.detach(), s.group, state)
+                factor = rule.frozen(v, s.weight, s.group, state)
                 if factor is not None:
                     self.streaming[s.parameter] = Direction(v, factor)
 
@@ -233,15 +242,30 @@ class Directions:
         if p in self.ready:
             return self.ready[p] if rows is None else self.ready[p].index_select(1, rows)
         state = s.state
-        raw, grad, weight = self.raw[p], s.used_gradient, p.detach()
+        raw, grad, weight = self.raw[p], s.used_gradient, s.weight
         if rows is not None:
             raw, grad, weight = raw.index_select(1, rows), grad.index_select(0, rows), weight.index_select(0, rows)
-            whole = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape]
+            whole = [k for k, x in state.items() if isinstance(x, Tensor) and x.shape == self.raw[p].shape[1:]]
             state = dict(state) | {k: state[k].index_select(0, rows) for k in whole}
         rule, streamed = self.rules[s.optimizer], self.streaming.get(p)
         if streamed is not None and streamed.v is self.raw[p] and not rule.linear:
             raw = rule.thaw(raw, s.group, state)
         return rule.direction(raw, grad.to(raw.dtype), weight.to(raw.dtype), s.group, state)
+
+    @torch.no_grad()
+    def whole(self, s: Scored) -> Tensor | None:
+        """Return a parameter's whole direction as its samples were contracted with it, ``[k, *shape]``; None where it scores 0."""
+        p = s.parameter
+        if p not in self.raw or p in self.streaming:
+            return self.streaming[p].v if p in self.streaming else None
+        if p in self.ready:
+            return self.ready[p]
+        kept = self.raw[p]
+        self.raw[p] = kept.clone()  # a direction may be made in place
+        try:
+            return self.deferred(s, None)
+        finally:
+            self.raw[p] = kept
 
     @torch.no_grad()
     def row_factors(self, s: Scored) -> Tensor:
@@ -251,15 +275,15 @@ class Directions:
         gain before the step is far too large for that row, and for no other. The factor is the ratio of the row's mean
         secant gain to its mean frozen gain, over the first columns.
         """
-        p = s.parameter
         rule, state = self.rules[s.optimizer], s.state
         columns = slice(COLUMNS)
-        some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == p.shape else x for k, x in state.items()}
-        weight, grad = p.detach()[:, columns], s.used_gradient[:, columns]
+        some = {k: x[:, columns] if isinstance(x, Tensor) and x.shape == s.weight.shape else x for k, x in state.items()}
+        weight, grad = s.weight[:, columns], s.used_gradient[:, columns]
         frozen = torch.ones((1, *weight.shape), dtype=weight.dtype, device=weight.device)
         scale = rule.frozen(frozen, weight, s.group, some)
         assert scale is not None
         secant = rule.secant(grad, weight, s.group, some)
         before = frozen[0].sum(1) * scale
         after = secant.sum(1) if isinstance(secant, Tensor) else secant * weight.shape[1]
-        return torch.where(before == 0, torch.zeros_like(before), after / torch.where(before == 0, 1.0, before))
+        found = torch.where(before == 0, torch.zeros_like(before), after / torch.where(before == 0, 1.0, before))
+        return s.whole(found.unsqueeze(0))[0]

@@ -55,7 +55,9 @@ class Factors:
         """Return the factor between backward and optimizer; note where it is not one number and need not be."""
         seen = [s for s in self._mine(optimizer) if s.parameter in self.watch.seen]
         # What was contracted inside the backward can be multiplied by one number afterwards, and by nothing else.
-        strict = self.setup.credit is not None or any(s.parameter in self.directions.streaming for s in seen)
+        # Entry by entry it is told from the samples' gradients, which no process has all of.
+        strict = self.setup.credit is not None or self.setup.processes.several
+        strict = strict or any(s.parameter in self.directions.streaming for s in seen)
         found = self.watch.factor(seen, strict=strict)
         if found is None:
             self._reworked.add(optimizer)

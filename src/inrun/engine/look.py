@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inrun.engine.capture import Capture
 from inrun.engine.curvature import add_scaled, bent_by_differences, check_hessian, own
-from inrun.engine.sites import Scored
+from inrun.engine.sites import Scored, Site
 from inrun.engine.update_path import Place, UpdatePath
 from inrun.engine.validation import Gradients, Validation
 from inrun.errors import ValidationError
@@ -35,10 +35,13 @@ class StepLook:
 
     def _gradients(self) -> Gradients:
         with self.capture.noting_calls() as called:
-            found = self.validation.gradients(self.parameters, self.step)
+            return self.validation.gradients(self.parameters, self.step, lambda raw: self._check_cut(raw, called))
+
+    def _check_cut(self, raw: list[Tensor | None], called: dict[Site, bool]) -> None:
+        """Raise if the validation pass called modules, and none of their parameters with gradient."""
         cut = [
             s.name
-            for s, g in zip(self.path.scored, found.raw, strict=True)
+            for s, g in zip(self.path.scored, raw, strict=True)
             if g is None and any(site in called for site, _ in s.uses) and not any(called.get(site) for site, _ in s.uses)
         ]
         if cut:
@@ -47,7 +50,6 @@ class StepLook:
                 "causes: reentrant activation checkpointing (take use_reentrant=False, or none in eval mode), or no_grad inside "
                 "the callable."
             )
-        return found
 
     def here(self) -> Gradients:
         """Return ∇ℓ(w)."""

@@ -306,12 +306,12 @@ class Microbatch:
                     directions.append(direction.v)
                     leaves.insert(0, self._sum_leaf(s, by_rows=False))
                 directions += [sketch.signs, sketch.weights]
-                asks.append(Ask(name, contracts=direction is not None, sketch=sketch.plan, probes=len(leaves)))
+                asks.append(Ask(name, contracts=direction is not None, sketch=sketch.plan, probes=len(leaves), shards=s.shards))
                 probes += leaves
                 continue
             if direction is not None:
                 by_rows = self.directions.by_rows(s) and rule.rows_are_classes(name, s.parameter)
-                asks.append(Ask(name, by_rows))
+                asks.append(Ask(name, by_rows, shards=s.shards))
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from inrun.engine.processes import Processes
 from inrun.engine.validation import Validation
 from inrun.errors import ConfigurationError
 
@@ -17,6 +18,7 @@ class NoValidation(Validation):
         """Hold the model; nothing can be measured beside the steps."""
         self.model = model
         self.callables = {}
+        self.processes = Processes()
 
     @property
     def names(self) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from inrun.engine.accounts import Account, Losses
 from inrun.engine.credit.settlement import WholeBooks
 from inrun.engine.fold import standard_error
+from inrun.engine.processes import Processes
 from inrun.ledger import StepRecord
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits, Skip
@@ -54,6 +55,49 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What the contributions of a step sum to, on all processes: numbers by column, and by the name of a validation set.
+
+    ``data`` is Σ_n c_n, ``absolute`` Σ_n |c_n|, ``spread`` that of the mean over folds; of a set, ``mean`` Σ_n of the mean over its
+    columns and ``mean_absolute`` Σ_n of its absolute value.
+    """
+
+    data: list[float]
+    absolute: list[float]
+    spread: list[float]
+    mean: dict[str, float]
+    mean_absolute: dict[str, float]
+
+
+def places_by_name(columns: list[Label]) -> dict[str, list[int]]:
+    """Return the places of the columns of every validation set."""
+    found: dict[str, list[int]] = {}
+    for j, column in enumerate(columns):
+        found.setdefault(column.name, []).append(j)
+    return found
+
+
+@torch.no_grad()
+def shared_sums(columns: list[Label], contributions: Tensor, processes: Processes) -> Sums:
+    """Add contributions ``[n, k]`` up, over rows and processes."""
+    double, by_name = contributions.double(), places_by_name(columns)
+    means = {name: double[:, js].mean(1) for name, js in by_name.items()}
+    k = len(columns)
+    own = [float(double[:, j].sum()) for j in range(k)] + [float(double[:, j].abs().sum()) for j in range(k)]
+    own += spreads(columns, contributions)
+    own += [float(x.sum()) for x in means.values()] + [float(x.abs().sum()) for x in means.values()]
+    every = processes.summed("accounts", torch.tensor(own, dtype=torch.float64)).tolist()
+    rest, names = every[3 * k :], list(by_name)
+    return Sums(
+        every[:k],
+        every[k : 2 * k],
+        every[2 * k : 3 * k],
+        dict(zip(names, rest[: len(names)], strict=True)),
+        dict(zip(names, rest[len(names) :], strict=True)),
+    )
+
+
+@dataclass(frozen=True)
 class FinishedStep:
     """What a step hands over when it is done."""
 
@@ -75,6 +119,9 @@ class FinishedStep:
     kept_bytes: int
     expected_bytes: int
     zero_gains: int
+    #: On all processes: what contributions sum to, and how many rows there are.
+    sums: Sums
+    rows: int
     #: In the step game: how many quadrature points the method took; None where it takes none.
     points: int | None = None
     #: Under whole credit: the books of the step, and what was settled with it.
@@ -90,10 +137,7 @@ class FinishedStep:
 
     def by_set(self) -> dict[str, list[int]]:
         """Return the places of the columns of every validation set."""
-        found: dict[str, list[int]] = {}
-        for j, column in enumerate(self.columns):
-            found.setdefault(column.name, []).append(j)
-        return found
+        return places_by_name(self.columns)
 
     def result(self) -> StepResult:
         """Sort the columns into validation sets."""
@@ -107,8 +151,7 @@ class FinishedStep:
                 values[name], errors[name] = part.mean(1), standard_error(part).to(part.dtype)
             else:
                 values[name] = part if first.point is not None else part[:, 0]
-            summed = part.double().mean(1)
-            accounts[name] = self._account(js, float(summed.sum()), float(summed.abs().sum()))
+            accounts[name] = self._account(js, self.sums.mean[name], self.sums.mean_absolute[name])
             losses[name] = float("nan") if self.losses is None else float(self.losses[js].mean())
         return StepResult(
             step=self.step,
@@ -137,14 +180,17 @@ class FinishedStep:
             name: found[:, js] if self.columns[js[0]].point is not None else found[:, js[0]] for name, js in self.by_set().items()
         }
 
-    def record(self) -> StepRecord:
-        """Return the rows of the ledger: one column per validation set, point or fold."""
+    def record(self, with_accounts: bool = True) -> StepRecord:
+        """Return the rows of the ledger: one column per validation set, point or fold.
+
+        Accounts are of the step on all processes: one of them writes them down.
+        """
         host = self.contributions.detach().to("cpu", torch.float32)
         rows: list[dict[str, Any]] = []
         held = self._spreads()
-        for j, column in enumerate(self.columns):
-            part = self.contributions[:, j].double()
-            account = None if self.skipped else self._account([j], float(part.sum()), float(part.abs().sum()))
+        for j, column in enumerate(self.columns if with_accounts else []):
+            data = self.sums.data[j]
+            account = None if self.skipped else self._account([j], data, self.sums.absolute[j])
             books = None if self.skipped else self.books
             rows.append(
                 {
@@ -152,7 +198,7 @@ class FinishedStep:
                     "validation": str(column),
                     "loss_before": self._loss_before(j),
                     "loss_after": None if account is None else account.loss_after,
-                    "data": None if self.skipped else float(part.sum()) if books is None else float(books.data[j]),
+                    "data": None if self.skipped else data if books is None else float(books.data[j]),
                     "spread": None if self.skipped else held[j],
                     "optimizer": None if account is None else account.optimizer,
                     "momentum": None if account is None else account.momentum,
@@ -162,7 +208,7 @@ class FinishedStep:
                     "residual": None if account is None else account.residual,
                     "lr": self.lr[0],
                     "clip": self.clip[0],
-                    "n_samples": len(self.sample_ids),
+                    "n_samples": self.rows,
                     "skipped": self.reason,
                     "lr_by_optimizer": list(self.lr),
                     "clip_by_optimizer": list(self.clip),
@@ -205,7 +251,7 @@ class FinishedStep:
     def _spreads(self) -> list[float]:
         if self.books is not None:
             return [float(x) for x in self.books.spread]
-        return spreads(self.columns, self.contributions)
+        return self.sums.spread
 
 
 def spreads(columns: list[Label], contributions: Tensor) -> list[float]:

@@ -113,12 +113,17 @@ def refine(
     found = first
     if not bool(torch.isfinite(fall).all()):
         return found, used
+
+    def explains() -> bool:
+        """All processes take as many points: none stops before the others do."""
+        return not look.validation.processes.agree("points along the move", look.step, not _explains(found, fall))
+
     for finer in map(find_quadrature, FINER):
-        if _explains(found, fall):
+        if explains():
             return found, used
         if len(finer) > used:
             found, used = again(finer), len(finer)
-    if _explains(found, fall):
+    if explains():
         return found, used
 
     def slope(place: float) -> Tensor:

@@ -26,7 +26,7 @@ from inrun.engine.refinement import Usual
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.engine.validation import Gradients
-from inrun.errors import StepError
+from inrun.errors import InrunError, StepError
 from inrun.ledger.record import SettledCredits
 
 log = logging.getLogger("inrun")
@@ -49,6 +49,10 @@ class OpenStep:
         """An optimizer has stepped."""
         raise NotImplementedError
 
+    def hold(self, error: InrunError) -> bool:
+        """Whether the step keeps an error until all processes meet."""
+        raise NotImplementedError
+
     def expected_bytes(self) -> tuple[int, int]:
         """Return what the step keeps until the optimizer steps, as its forwards tell, and for how many rows."""
         raise NotImplementedError
@@ -60,9 +64,9 @@ class Run:
     def __init__(self, setup: Setup, audits: Schedule) -> None:
         """Begin at step 0."""
         self.setup, self.audits = setup, audits
-        self.capture = Capture(setup.model, setup.called, setup.sites, setup.form, setup.check_rows)
+        self.capture = Capture(setup.model, setup.called, setup.sites, setup.form, setup.check_rows, setup.processes)
         self.buffers = Buffers()
-        self.history = History()
+        self.history = History(setup.processes)
         #: Steps that were recorded; the number of the next one.
         self.steps_done = 0
         self.last: StepResult | None = None
@@ -71,7 +75,9 @@ class Run:
         self.hessian_checked = False
         plan = setup.credit
         #: Whole credit, if it is kept; what steps are usually like, where rough ones are looked at more closely.
-        self.credit = None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch)
+        self.credit = (
+            None if plan is None else WholeCredit(setup.scored, setup.rules, plan.exact, plan.sketch, processes=setup.processes)
+        )
         self.usual = Usual()
         #: In a replay: whether the coming step took more points when it was scored live; None where that is not known.
         self.known_rough: bool | None = None
@@ -104,6 +110,7 @@ class Run:
             raise StepError("a step is already open; steps cannot be nested, leave the first one before the next")
         self.setup.check_unchanged()
         self.open_step = step
+        self.setup.processes.begin_step()
         self.flag.raise_()
         self.audits.begin()
         self.buffers.begin_step()
@@ -163,6 +170,7 @@ class Run:
             "audit": self.audits.state_dict(),
             "moved": None if self.moved is None else [s.name for s in self.moved],
             "usual": self.usual.state_dict(),
+            "processes": {"rank": self.setup.processes.rank, "world": self.setup.processes.world},
             **({} if self.credit is None else {"credit": credit_state(self.credit)}),
         }
 
@@ -189,15 +197,34 @@ class Run:
 
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""
-        return self.capture.route(site, original, args, kwargs)
+        try:
+            return self.capture.route(site, original, args, kwargs)
+        except InrunError as error:
+            if not self._hold(error):
+                raise
+            return original(*args, **kwargs)
 
     def begin_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> bool:
         """A call of the model begins, inside compiled code or not; return whether it is observed."""
-        return self.capture.begin_model(args, kwargs, compiled)
+        try:
+            return self.capture.begin_model(args, kwargs, compiled)
+        except InrunError as error:
+            if not self._hold(error):
+                raise
+            return False
+
+    def _hold(self, error: InrunError) -> bool:
+        """Of several processes: leave an error to the step, which raises it on all when they meet."""
+        return self.open_step is not None and self.open_step.hold(error)
 
     def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> None:
         """An observed call has ended; say once, before any of it is taken, what waiting gradients keep."""
-        ended = self.capture.end_model(args, kwargs, failed)
+        try:
+            ended = self.capture.end_model(args, kwargs, failed)
+        except InrunError as error:
+            if not self._hold(error):
+                raise
+            return
         if ended and not self._told_memory and self.open_step is not None:
             self._told_memory = True
             self._tell_memory(*self.open_step.expected_bytes())
@@ -220,7 +247,7 @@ class Run:
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient was accumulated."""
-        if self.open_step is not None:
+        if self.open_step is not None and not self.capture.is_paused:  # a validation pass may have to fill ``.grad``
             self.open_step.gradient_arrived(parameter)
 
     def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, check_balances, inner
+from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, check_balances, inner, products_with
 from inrun.engine.directions import Directions
 from inrun.engine.factors import Factors
 from inrun.engine.microbatch import Microbatch, Replayed
@@ -51,6 +51,7 @@ class Settlement(Settling):
         """``quietly`` makes a context in which modules that run again are not observed."""
         super().__init__()
         self.setup, self.directions, self.factors, self.step, self.quietly = setup, directions, factors, step, quietly
+        self.processes = setup.processes
         #: Per microbatch, ``[n, k]``.
         self._totals: dict[Microbatch, Tensor] = {}
         #: Modules without a rule that were contracted at the end of their microbatch, ``[n, k]`` before any factor.
@@ -115,18 +116,22 @@ class Settlement(Settling):
         Returns:
             Seconds that only the comparison took.
         """
-        factor = self.factors.settle(optimizer, others_have_stepped=self.begun)
         mine = [s for s in self.setup.scored if s.optimizer == optimizer]
-        for micro in microbatches:
-            if any(replayed.arrived for replayed in micro.replays):
-                self.contract_replays(micro)
-        for micro in microbatches:
-            self._add_streamed(micro, mine, factor)
-        spent = self._settle_kept(optimizer, microbatches, factor, checked)
+        with self.processes.together(f"the contraction ({optimizer})", self.step):
+            # What a sample's gradient is multiplied by until the optimizer uses it: processes are averaged.
+            factor = self.factors.settle(optimizer, others_have_stepped=self.begun) * self.processes.share
+            for micro in microbatches:
+                if any(replayed.arrived for replayed in micro.replays):
+                    self.contract_replays(micro)
+            for micro in microbatches:
+                self._add_streamed(micro, mine, factor)
+            spent = self._settle_kept(optimizer, microbatches, factor, checked)
         self.settled.add(optimizer)
         if checked and finite:
             began = time.perf_counter()
             self._balance_streamed(mine, microbatches, factor)
+            if self.processes.several:
+                self._balance_all(mine)
             self._check(mine, microbatches)
             spent += time.perf_counter() - began
         return spent
@@ -184,15 +189,24 @@ class Settlement(Settling):
                     self._check_replay(replayed)
                 for name, s in mine:
                     waiting.setdefault(s, []).extend((micro, x) for x in replayed.shapes(name, micro.n, self.quietly).values())
-        return {s: held for s, held in waiting.items() if held}
+        found = {s: held for s, held in waiting.items() if held}
+        return found if not self.processes.sharded else self._waiting_anywhere(optimizer, found)
+
+    def _waiting_anywhere(self, optimizer: int, here: dict[Scored, list[Held]]) -> dict[Scored, list[Held]]:
+        """Where directions are split over processes: what waits on any of them, in the same order on all."""
+        mine = [s for s in self.setup.scored if s.optimizer == optimizer]
+        anywhere = self.processes.summed("small", torch.tensor([s in here for s in mine], dtype=torch.int32)).tolist()
+        return {s: here.get(s, []) for s, count in zip(mine, anywhere, strict=True) if count}
 
     def _contract(self, s: Scored, held: list[Held], factor: float, totals: dict[Microbatch, Tensor]) -> Contracted | None:
         """Add what was kept of a parameter to ``totals``; None where no validation loss depends on it."""
         shapes = [shape for _, shape in held]
-        rows = _joint_rows(shapes) if self.directions.rules[s.optimizer].elementwise else None
+        whole = s.shards is not None or not self.directions.rules[s.optimizer].elementwise
+        rows = None if whole else _joint_rows(shapes)
         v = self.directions.deferred(s, rows)
         if v is None:
             return None
+        v = s.whole(v)
         turned = v
         if self.factors.reworked(s.optimizer):
             total = torch.stack([shape.total() for shape in shapes]).sum(0)
@@ -210,7 +224,7 @@ class Settlement(Settling):
         totals = _zeros(microbatches, columns)
         for optimizer, factor in self.factors.measured().items():
             for s, held in self._waiting(optimizer, microbatches).items():
-                self._contract(s, held, factor, totals)
+                self._contract(s, held, factor * self.processes.share, totals)
         return torch.cat(list(totals.values()))
 
     # Conservation
@@ -219,11 +233,17 @@ class Settlement(Settling):
         streamed = self.directions.streaming.get(s.parameter)
         if streamed is not None:
             # Other uses of this weight streamed: contract the kept ones with that direction too, then all must add up.
-            total = torch.stack([shape.contract(streamed.v).double().sum(0) for shape in shapes]).sum(0)
+            v = s.whole(streamed.v)
+            total = torch.zeros(len(v), dtype=torch.float64, device=v.device)
+            for shape in shapes:
+                total += shape.contract(v).double().sum(0)
             self._balances[s.parameter] = Balance(s, total, torch.zeros_like(total), torch.zeros_like(total))
             return
         gradient = s.used_gradient
-        expected, scale = inner(gradient if found.rows is None else gradient[found.rows], found.v)
+        if self.processes.several:  # the gradient is that of samples elsewhere, too: see ``_balance_all``
+            expected = scale = torch.zeros_like(found.contributed)
+        else:
+            expected, scale = inner(gradient if found.rows is None else gradient[found.rows], found.v)
         self._balances[s.parameter] = Balance(s, found.contributed * factor, expected, scale)
 
     def _balance_streamed(self, mine: list[Scored], microbatches: list[Microbatch], factor: float) -> None:
@@ -242,17 +262,41 @@ class Settlement(Settling):
             if s.parameter in self._balances:
                 sums.append(self._balances[s.parameter].contributed)
             if sums:
-                expected, scale = inner(s.used_gradient, direction.v)
+                if self.processes.several:
+                    expected = scale = torch.zeros_like(sums[0])
+                else:
+                    expected, scale = inner(s.used_gradient, direction.v)
                 self._balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
+
+    def _balance_all(self, mine: list[Scored]) -> None:
+        """Of several processes: both sides of every parameter's sum, for the samples of all of them.
+
+        A process that has no sample with gradient for a parameter has 0 on its side, and the same gradient.
+        """
+        of = {s: v for s in mine if s.parameter.grad is not None and (v := self.directions.whole(s)) is not None}
+        if not of:
+            return
+        sums, products = [], []
+        for s, v in of.items():
+            own = self._balances.get(s.parameter)
+            sums.append(torch.zeros(len(v), dtype=torch.float64) if own is None else own.contributed.double().cpu())
+            products.append(products_with(s.used_gradient, v))
+        self.processes.sum_("conservation", sums)
+        whole = self.processes.joined(torch.stack(products))
+        for s, contributed, found in zip(of, sums, whole, strict=True):
+            expected, squares = found[: len(contributed)], found[len(contributed) :]
+            self._balances[s.parameter] = Balance(s, contributed, expected, (squares[0] * squares[1:]).sqrt())
 
     def _check(self, mine: list[Scored], microbatches: list[Microbatch]) -> None:
         seen = self.factors.watch.seen
         norms = [seen[s.parameter].norm for s in mine if s.parameter in seen]
-        if not bool(torch.isfinite(torch.stack(norms)).all()):
+        if self.processes.agree("finite gradients", self.step, not bool(torch.isfinite(torch.stack(norms)).all())):
             return
-        coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
-        causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
-        check_balances(list(self._balances.values()), sum(m.n for m in microbatches), self.step, coarse, causes)
+        with self.processes.together("conservation", self.step):
+            coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
+            causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
+            rows = sum(m.n for m in microbatches) * self.processes.world
+            check_balances(list(self._balances.values()), rows, self.step, coarse, causes)
 
 
 def _joint_rows(shapes: list[GradientShape]) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
 from inrun.engine.extras import check_extra
 from inrun.engine.no_validation import NoValidation
+from inrun.engine.processes import Processes, find_processes
+from inrun.engine.sharded import shard_group, tell_shards
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation
 from inrun.errors import ConfigurationError, CoverageError, OptimizerError
@@ -67,6 +69,8 @@ class Setup:
     merges: bool = False
     #: What steps tell beside contributions.
     extra: tuple[str, ...] = ()
+    #: The processes that train together.
+    processes: Processes = field(default_factory=Processes)
 
     @property
     def device(self) -> torch.device:
@@ -122,6 +126,7 @@ class Setup:
             "optimizers": [type(o).__name__ for o in self.optimizers],
             "model": type(self.model).__name__,
             "parameters": sum(s.parameter.numel() for s in self.scored),
+            **({"processes": self.processes.world} if self.processes.several else {}),
         }
 
     def warn(self) -> None:
@@ -167,10 +172,20 @@ def make_setup(
     hessian: str,
     deferred_memory: int | str | None,
     extra: Iterable[str],
+    process_group: Any = None,
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
-    called, model = model, uncompiled(model)
+    called, model, group = unwrapped(model)
     check_model(model)
+    shards = shard_group(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    processes = find_processes(shards or group, process_group, device, shards is not None)
+    _check_processes(processes, validation)
+    if processes.sharded:
+        hessian = (
+            "differences" if method == "second" else hessian
+        )  # a second backward would need whole parameters in all layers at once
+        _check_sharded(credit_memory, extra)
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     _check_optimizers(optimizers)
     if update != "sgd":
@@ -196,8 +211,11 @@ def make_setup(
     _check_form(form, validation is None and all(rule.linear for rule in rules))
     if bitwise and form == "shared":
         raise ConfigurationError("bitwise=True leaves weight gradients to the framework, which form='shared' replaces")
-    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode)
     by_parameter = scored_parameters(model, optimizers)
+    sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode, processes)
+    if processes.sharded:
+        tell_shards(model, list(by_parameter.values()), processes.rank, processes.world, shards)
+        _check_elementwise(rules)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     sites = find_sites(model, by_parameter)
@@ -229,7 +247,38 @@ def make_setup(
         form="project" if bitwise else form,
         check_rows=check_rows,
         groups=sum(len(o.param_groups) for o in optimizers),
+        processes=processes,
     )
+
+
+def unwrapped(model: Any) -> tuple[Any, Any, Any]:
+    """Return what validation callables call, the module itself, and the process group of DistributedDataParallel, if any.
+
+    What is called is the module, or what torch.compile made of it: never DDP, whose forward prepares a reduction.
+    """
+    called, model, group = model, uncompiled(model), None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        called, model, group = model.module, uncompiled(model.module), model.process_group
+    return called, model, group
+
+
+def _check_processes(processes: Processes, validation: Loss | Mapping[str, Loss] | None) -> None:
+    """Raise on all ranks unless all have the same validation sets."""
+    if not processes.several:
+        return
+    names = list(map(str, validation)) if isinstance(validation, Mapping) else [] if validation is None else ["validation"]
+    of_ranks = processes.tell(names)
+    if any(x != of_ranks[0] for x in of_ranks):
+        told = ", ".join(f"rank {r} has {', '.join(x) or 'none'}" for r, x in enumerate(of_ranks))
+        raise ConfigurationError(
+            f"validation sets differ between processes: {told}. Every rank gives every set, with all of its rows or with a part of "
+            "them: the loss of a set is the mean over ranks of what its callables return."
+        )
+    if validation is None:
+        raise ConfigurationError(
+            f"no validation= in a run of {processes.world} processes: merged steps contract with the validation rows of their own "
+            "process only. Give validation= (its rows may be split over processes)."
+        )
 
 
 def _merged_options(method: str | None, credit: str, refresh: int, bitwise: bool) -> tuple[str, str]:
@@ -264,21 +313,21 @@ def _timing_of(plan: CreditPlan) -> Timing:
 
 
 def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a plain module of one process; say what to give instead."""
+    """Raise unless ``model`` is a module that can be scored; say what to give instead."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+    if isinstance(model, nn.DataParallel):
         raise ConfigurationError(
-            f"the model is wrapped in {type(model).__name__}, which is not supported yet: gradients are averaged over processes "
-            "after they were scored. Score a run of one process with the module inside (model.module)."
+            "the model is wrapped in DataParallel, whose copies of the model are not observed; take DistributedDataParallel (one "
+            "process per device), or the module inside (model.module) on one device."
         )
     _check_fused_head(model)
     _check_parameters(model)
-    sharded = [name or "the model itself" for name, m in model.named_modules() if _is_sharded(m)]
-    if sharded:
+    old = [name or "the model itself" for name, m in model.named_modules() if _is_flattened(m)]
+    if old:
         raise ConfigurationError(
-            f"the model is sharded over processes ({', '.join(sharded[:3])}), by FSDP, which is not supported yet. Score a run of "
-            "one process that holds the whole model."
+            f"the model is sharded by FullyShardedDataParallel ({', '.join(old[:3])}), whose flat parameters hide those of "
+            "the layers; take fully_shard (FSDP2), or DistributedDataParallel."
         )
 
 
@@ -299,12 +348,10 @@ def _check_fused_head(model: nn.Module) -> None:
 def _check_parameters(model: nn.Module) -> None:
     """Raise for parameters that are split over processes, or that an optimizer moves inside the backward."""
     for name, p in model.named_parameters():
-        placements = getattr(p, "placements", None)
-        if placements is not None:
+        if hasattr(p, "ds_id") or hasattr(p, "ds_tensor"):
             raise ConfigurationError(
-                f"{name} is a DTensor ({', '.join(str(x) for x in placements)}): parameters that are split over processes "
-                "(tensor parallel plans, FSDP2) are not scored yet, since no process sees a sample's whole gradient. Score a run "
-                "of one process that holds the whole model."
+                f"{name} is partitioned by DeepSpeed ZeRO-3, whose parameters and gradients are whole only inside its own "
+                "engine; take fully_shard (FSDP2), or DistributedDataParallel."
             )
         if getattr(p, "_in_backward_optimizers", None):
             raise ConfigurationError(
@@ -313,8 +360,28 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(c.__name__ in ("FullyShardedDataParallel", "FSDPModule") for c in type(module).__mro__)
+def _is_flattened(module: nn.Module) -> bool:
+    return any(c.__name__ == "FullyShardedDataParallel" for c in type(module).__mro__)
+
+
+def _check_sharded(credit_memory: str, extra: Iterable[str]) -> None:
+    """Raise for what is not scored where parameters are split over processes."""
+    if credit_memory == "exact":
+        raise ConfigurationError(
+            'credit_memory="exact" keeps whole gradients of every sample and contracts them with whole directions; with '
+            'fully_shard take credit_memory="sketch", or DistributedDataParallel.'
+        )
+    if "cosine" in ((extra,) if isinstance(extra, str) else tuple(extra)):
+        raise ConfigurationError('extra="cosine" is told of models that are not sharded; leave it out')
+
+
+def _check_elementwise(rules: list[UpdateRule]) -> None:
+    for rule in rules:
+        if not rule.elementwise:
+            raise OptimizerError(
+                f"{type(rule).__name__.removesuffix('Rule')} looks at a whole matrix to move it; where parameters are split over "
+                'processes (fully_shard), optimizers that move every entry by itself are scored (AdamW, SGD, ...), or update="sgd"'
+            )
 
 
 def _check_optimizers(optimizers: list[Any]) -> None:

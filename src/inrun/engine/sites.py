@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,12 @@ from torch.nn.utils import parametrize
 
 from inrun.errors import ConfigurationError, CoverageError
 from inrun.layers import FallbackRule, LayerRule, ReadRule, find_rule
+from inrun.layers.shards import Shards
+
+
+def local(x: Any) -> Any:
+    """Return the part of a distributed tensor that is here; anything else as it is."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 @dataclass(eq=False)
@@ -27,6 +33,9 @@ class Scored:
     owner: torch.optim.Optimizer
     group_index: int
     uses: list[tuple[Site, str]] = field(default_factory=list)
+    #: How it is split over processes, and what stands for it while it is whole (``fully_shard``); None where it is not split.
+    shards: Shards | None = None
+    unsharded: Callable[[], Any] | None = None
 
     def add_use(self, site: Site, name: str) -> None:
         """Note that a module uses this parameter."""
@@ -39,15 +48,38 @@ class Scored:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state of this parameter."""
-        return self.owner.state.get(self.parameter, {})
+        """Return the optimizer's state of this parameter, as far as it is here."""
+        found: dict[str, Any] = self.owner.state.get(self.parameter, {})
+        return found if self.shards is None else {name: local(x) for name, x in found.items()}
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight itself, without gradient: its rows here, if it is split over processes."""
+        return local(self.parameter.detach())
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Return what is in ``.grad``, as far as it is here."""
+        return local(self.parameter.grad)
 
     @property
     def used_gradient(self) -> Tensor:
         """Return the gradient as the optimizer will use it: a fused one divides a loss scale out by itself."""
-        gradient, scale = self.parameter.grad, getattr(self.owner, "grad_scale", None)
+        gradient, scale = self.gradient, getattr(self.owner, "grad_scale", None)
         assert gradient is not None
         return gradient if scale is None else gradient / scale
+
+    def split(self, shards: Shards, unsharded: Callable[[], Any]) -> None:
+        """Note how it is split over processes, and what tells the tensor that stands for it while it is whole."""
+        self.shards, self.unsharded = shards, unsharded
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return a tensor of this parameter's rows here, ``[k, ...]``, with the rows of all processes."""
+        return x if self.shards is None else self.shards.whole(x)
+
+    def is_parameter(self, value: Any) -> bool:
+        """Whether this is the parameter, or what stands for it while it is whole."""
+        return value is self.parameter or (self.unsharded is not None and value is self.unsharded())
 
     @property
     def only_sparse(self) -> bool:
@@ -129,7 +161,7 @@ class Site:
         def held(name: str) -> Any:
             return functools.reduce(getattr, name.split("."), self.module)
 
-        return all(held(name) is s.parameter for name, s in self.scored.items())
+        return all(s.is_parameter(held(name)) for name, s in self.scored.items())
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples, as the rule knows it."""

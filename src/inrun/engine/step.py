@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -32,14 +33,15 @@ from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
 from inrun.engine.merged import MergedDirections, MergedMicrobatch
 from inrun.engine.microbatch import Allowance, Microbatch
-from inrun.engine.record import FinishedStep
+from inrun.engine.processes import Meeting
+from inrun.engine.record import FinishedStep, shared_sums
 from inrun.engine.run import OpenStep, Run
 from inrun.engine.settlement import Settlement
 from inrun.engine.settling import Settling
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
-from inrun.errors import StepError, ValidationError
+from inrun.errors import ConfigurationError, InrunError, ProcessError, StepError, ValidationError
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits, Skip
 from inrun.torch_private import current_backward
@@ -83,19 +85,24 @@ class Step(OpenStep):
         self.moved: list[Scored] | None = None
         self.whole: WholeSettlement | None = None
         self.extras: Extras | None = None
+        self.processes = run.setup.processes
+        #: Of several processes: an error that waits for the next meeting, so that it is raised on all.
+        self._held: InrunError | None = None
 
     # Entering and leaving
 
     def __enter__(self) -> Step:
         """Take the validation gradients and begin to observe."""
-        self._begin_run()
         run, setup = self.run, self.setup
-        run.open(self)
-        self.number = run.steps_done
         try:
-            self.audited = self.measured = run.audits.due(self.number)
+            with self.processes.together("the beginning", run.steps_done) as meeting:
+                self._begin_run()
+                run.open(self)
+                self.number = run.steps_done
+                meeting.own = [int(run.audits.due(self.number))]
+            self.audited = self.measured = bool(meeting.first(0))
             self.measured = self.measured and self.merged is None  # there is nothing to measure losses with
-            self.watch = GradientWatch(setup.scored)
+            self.watch = GradientWatch(setup.scored, self.processes)
             self.allowance = Allowance(setup.deferred_memory, setup.method.name)
             self.path = UpdatePath(setup.scored, setup.rules, setup.update, run.buffers)
             self.look = StepLook(setup.validation, self.path, run.capture, self.number, run.moved, run.hessian_checked)
@@ -110,8 +117,10 @@ class Step(OpenStep):
                 self.extras = Extras(setup.extra, raw, run.capture.repeated)
             if self.given_ids is not None:
                 self._open(self.given_ids)
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            if run.open_step is self:
+                self._close()
+            self._tell(error)
             raise
         return self
 
@@ -120,8 +129,28 @@ class Step(OpenStep):
         try:
             if kind is None:
                 self._finish()
+        except BaseException as error:
+            self._tell(error)
+            raise
         finally:
             self._close()
+        if value is not None:
+            self._tell(value)
+
+    def _tell(self, error: BaseException) -> None:
+        """Leave word for the other processes; where one of them is the reason, say which."""
+        self.processes.announce(error)
+        lost = self.processes.explain(error)
+        if lost is not None:
+            raise lost from error
+
+    def hold(self, error: InrunError) -> bool:
+        """Of several processes: keep an error until all meet, and observe no more; others would wait for this one in vain."""
+        if not self.processes.several:
+            return False
+        self._held = self._held or error
+        self.run.capture.rest()
+        return True
 
     def _close(self) -> None:
         self.run.close(self)
@@ -209,10 +238,14 @@ class Step(OpenStep):
             raise
         finally:
             self.run.capture.rest()
-        if self._dropped:
+        if self._dropped or self._held is not None:
             return
-        self._check_coverage()
-        self.settlement.contract_replays(micro)
+        try:
+            self._check_coverage()
+            self.settlement.contract_replays(micro)
+        except InrunError as error:
+            if not self.hold(error):
+                raise
 
     def skip(self) -> None:
         """Drop the step: for a loop that leaves a batch out, before or after its backward, and does not step the optimizer.
@@ -231,14 +264,29 @@ class Step(OpenStep):
         if self.settlement.begun:
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         setup, run = self.setup, self.run
+        if self.processes.sharded:
+            self._check_rows_everywhere(ids)
         samples = ids if ids.dim() == 1 else Documents(ids, setup.device)
         columns = max(len(self.columns), 1)
         common = (samples, self.asks, columns, setup.probe_dtype, setup.device, run.buffers, self.allowance, run.flag)
         micro = Microbatch(*common) if self.merged is None else self._open_merged(self.merged, common)
         micro.extras = self.extras
         self.microbatches.append(micro)
+        if self._held is not None:
+            return micro
         run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
         return micro
+
+    def _check_rows_everywhere(self, ids: Tensor) -> None:
+        """Where directions are split over processes, a backward makes them whole on all: none may have nothing to score."""
+        with self.processes.together("a microbatch", self.number) as meeting:
+            meeting.own = [ids.numel()]
+        without = [r for r, x in enumerate(meeting.all) if x[0] == 0]
+        if without:
+            raise StepError(
+                f"rank {', '.join(map(str, without))} has a batch without rows in step {self.number}: with fully_shard every rank "
+                "needs at least one. Pad the last batch (its rows count as further uses of their samples), or drop it on all ranks."
+            )
 
     def _open_merged(self, rows: int, common: tuple[Any, ...]) -> MergedMicrobatch:
         if isinstance(common[0], Documents):
@@ -284,10 +332,13 @@ class Step(OpenStep):
         """Note a gradient, right after it was accumulated."""
         before = self.watch.seen.get(parameter)
         try:
-            self.watch.arrive(parameter)
-            if self.microbatches and self.microbatches[-1].n == 0:
+            empty = bool(self.microbatches) and self.microbatches[-1].n == 0
+            self.watch.arrive(parameter, measure=empty)
+            if empty:
                 self._check_empty(parameter, 0.0 if before is None else float(before.norm))
-        except StepError:
+        except StepError as error:
+            if self.hold(error):
+                return
             self.broken = True
             raise
 
@@ -323,9 +374,6 @@ class Step(OpenStep):
         self._running[index] = self._running.get(index, 0) + 1
         if self._running[index] > 1:
             return
-        found_inf = getattr(self.setup.optimizers[index], "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
-            self.skipped, self._details, self.held_back = Skip.NO_STEP, "", True
         try:
             self._settle(index)
         except BaseException:
@@ -341,18 +389,25 @@ class Step(OpenStep):
     @torch.no_grad()
     def _settle(self, index: int) -> None:
         mine = [s for s in self.setup.scored if s.optimizer == index]
-        if self.settlement.has(index):
-            raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
-        if self._dropped:
-            raise StepError("optimizer.step() after step.skip(): the step was dropped; leave the `with` block first")
-        if not any(s.parameter in self.watch.seen for s in mine):
-            raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
-        if self.broken or self.run.flag.spoiled:
-            raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
-        self._check_coverage()
-        self.watch.check_history()
-        self.watch.check_left_over(mine)
-        self.asks.check_options(index)
+        with self.processes.together(f"optimizer.step() ({index})", self.number) as meeting:
+            if self._held is not None:
+                raise self._held
+            self._check_order(index, mine)
+            found_inf = getattr(self.setup.optimizers[index], "found_inf", None)
+            held_back = found_inf is not None and float(found_inf) > 0
+            hooked = self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
+            coarse, any_seen = any(m.coarse for m in self.microbatches), any(s.parameter in self.watch.seen for s in mine)
+            meeting.own = [int(held_back), int(hooked), int(coarse), int(any_seen), self._fingerprint()]
+        if self.processes.several:
+            self._check_data(meeting)
+            self.watch.take_reduced(mine, self.processes)
+        with self.processes.together(f"the checks before optimizer.step() ({index})", self.number):
+            if not meeting.any(3):
+                raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
+            self.watch.check_left_over(mine)
+            self.asks.check_options(index)
+        if meeting.any(0):
+            self.skipped, self._details, self.held_back = Skip.NO_STEP, "", True
         self.factors.note_rate(index)
         self.watch.settle()
         self.run.capture.rest()
@@ -362,17 +417,45 @@ class Step(OpenStep):
             self.settlement.hold_back(index)
             return
         if not self.settlement.begun:
-            self._complete()
+            self._complete(coarse=meeting.any(2))
         # At a run's first step too: a tied weight that is also used past its modules (a fused loss) is seen by sums alone.
-        first = self.run.last is None
-        checked = first or self.audited or self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
+        checked = self.run.last is None or self.audited or meeting.any(1)
         spent = self.settlement.settle(index, self.microbatches, checked, self.skipped is None)
         self.run.audits.spent(spent)
 
-    def _complete(self) -> None:
+    def _check_order(self, index: int, mine: list[Scored]) -> None:
+        """Raise if an optimizer steps where it should not, or if something in the step went wrong by now."""
+        if self.settlement.has(index):
+            raise StepError("optimizer.step() was called twice inside one step; open a new step for each update")
+        if self._dropped:
+            raise StepError("optimizer.step() after step.skip(): the step was dropped; leave the `with` block first")
+        if not self.processes.several and not any(s.parameter in self.watch.seen for s in mine):
+            raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
+        if self.broken or self.run.flag.spoiled:
+            raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
+        self._check_coverage()
+        self.watch.check_history()
+
+    def _fingerprint(self) -> int:
+        """Return a number that tells the ids of this process's rows, 0 where there are hardly any."""
+        if not self.processes.several or self.run.last is not None:
+            return 0
+        ids = torch.cat([m.ids.reshape(-1) for m in self.microbatches] or [torch.zeros(0, dtype=torch.int64)])
+        return zlib.crc32(ids.contiguous().numpy().tobytes()) if len(ids) > 1 else 0
+
+    def _check_data(self, meeting: Meeting) -> None:
+        """At a run's first step: raise on all ranks if all were given the same samples."""
+        if meeting.first(4) and meeting.same(4):
+            raise ConfigurationError(
+                f"all {self.processes.world} ranks were given the same sample ids in step {self.number}. Either every rank reads "
+                "the same data (give the loader a DistributedSampler, and call its set_epoch), or ids are counted anew on every "
+                "rank (they must be those of the whole dataset)."
+            )
+
+    def _complete(self, coarse: bool) -> None:
         """Before the first optimizer steps: take what waits for the real gradients, for all optimizers at once."""
         if self.whole is not None:
-            self._complete_whole(self.whole)
+            self._complete_whole(self.whole, coarse)
             return
         assert isinstance(self.settlement, Settlement)
         for micro in self.microbatches:
@@ -396,6 +479,7 @@ class Step(OpenStep):
         """Measure rough steps like audited ones, and take more points there where the residual is large."""
         known = self.run.known_rough
         rough = refinement.is_rough(self.run.usual) if known is None else known
+        rough = self.processes.agree("rough or not", self.number, rough)
         self.measured = self.measured or rough
         if not self.measured:
             return
@@ -417,13 +501,12 @@ class Step(OpenStep):
             self.places.measure_zero_move(real, setup.validation, self.number)
         self.run.audits.spent(time.perf_counter() - began)
 
-    def _complete_whole(self, whole: WholeSettlement) -> None:
+    def _complete_whole(self, whole: WholeSettlement, coarse: bool) -> None:
         self.factors.measure_all()
         finite = [bool(torch.isfinite(note.norm)) for note in self.watch.seen.values()]
-        if not all(finite):
+        if self.processes.agree("finite gradients", self.number, not all(finite)):
             self._skip(Skip.CONTRIBUTIONS)
             return
-        coarse = any(m.coarse for m in self.microbatches)
         found = whole.work_out(self.look, self.microbatches, self.audited, coarse)
         self.losses = found.losses
         if not bool(torch.isfinite(found.losses).all()):
@@ -432,13 +515,35 @@ class Step(OpenStep):
     # The end
 
     def _finish(self) -> None:
-        if self._dropped:
+        with self.processes.together("the end", self.number) as meeting:
+            if self._held is not None:
+                raise self._held
+            if not self._dropped:
+                self._check_end()
+            contributions = self._contributions()
+            finite = bool(torch.isfinite(contributions).all())
+            meeting.own = [int(self._dropped), int(self._settled_all()), int(finite), int(self.skipped is None)]
+        if meeting.any(0):
+            if not all(x[0] for x in meeting.all):
+                raise StepError("some ranks dropped the step (step.skip()) and others did not; nothing is recorded")
             self.skipped, self._details = Skip.DROPPED, ""
             for micro in self.microbatches:
                 micro.release()
             self.microbatches = []
             self._record(torch.zeros(0, max(len(self.columns), 1)), [])
             return
+        if not meeting.same(1):
+            raise ProcessError("some ranks left the step without optimizer.step() and others did not; nothing is recorded")
+        if not meeting.first(1):
+            self.skipped, self._details = Skip.NO_STEP, ""
+        elif not all(x[2] for x in meeting.all) or not all(x[3] for x in meeting.all):
+            self._skip(Skip.CONTRIBUTIONS)
+        elif self.merged is not None and self.skipped is None:
+            check_scored(contributions, self.merged)
+        self._record(contributions, self._commit())
+
+    def _check_end(self) -> None:
+        """Raise if the step ends in the middle of something."""
         if self.broken or self.run.flag.spoiled or self.settlement.settled - self._completed:
             raise StepError(
                 "a microbatch or optimizer.step() of this step failed and the exception was caught inside it; nothing was "
@@ -450,21 +555,22 @@ class Step(OpenStep):
             raise StepError("the step had no microbatch: give ids to step(), or open step.microbatch(ids)")
         if not self.watch.seen:
             raise StepError("the step had no backward: call loss.backward() and optimizer.step() inside it")
-        contributions = self.settlement.contributions(self.microbatches, len(self.columns))
-        expected = {s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen}
-        if expected - self.settlement.settled:
+        if not self._settled_all():
             norms = torch.stack([note.norm.double() for note in self.watch.seen.values()])
             if bool(torch.isfinite(norms).all()):
                 raise StepError(
                     "the step ended without optimizer.step(); call it inside the `with` block, so that the "
                     "contributions get this update's learning rate and clip factor"
                 )
-            self.skipped, self._details = Skip.NO_STEP, ""
-        elif not bool(torch.isfinite(contributions).all()):
-            self._skip(Skip.CONTRIBUTIONS)
-        elif self.merged is not None and self.skipped is None:
-            check_scored(contributions, self.merged)
-        self._record(contributions, self._commit())
+
+    def _settled_all(self) -> bool:
+        """Whether every optimizer whose parameters got gradient has stepped, or was about to."""
+        return not {s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen} - self.settlement.settled
+
+    def _contributions(self) -> Tensor:
+        if self._dropped:
+            return torch.zeros(0, max(len(self.columns), 1))
+        return self.settlement.contributions(self.microbatches, len(self.columns))
 
     def _commit(self) -> list[SettledCredits]:
         """Under whole credit: take the step's rows into the window, pay, and return what is settled."""
@@ -473,6 +579,14 @@ class Step(OpenStep):
         if self.skipped is Skip.CONTRIBUTIONS:  # what the optimizers remember is no longer made of numbers
             return self.run.credit.settle_all()
         return self.whole.commit(torch.cat([m.ids for m in self.microbatches]), paid=self.skipped is None)
+
+    def _used_factors(self) -> tuple[float, ...]:
+        """Return what a sample's gradient was multiplied by until the optimizers used it."""
+        return tuple(clip * self.processes.share for clip in self.factors.clips())
+
+    def _rows(self) -> int:
+        """Return the rows of the step, on all ranks."""
+        return int(self.processes.summed("small", torch.tensor([sum(m.n for m in self.microbatches)])))
 
     def _record(self, contributions: Tensor, settled: list[SettledCredits]) -> None:
         setup = self.setup
@@ -503,6 +617,8 @@ class Step(OpenStep):
             points=self.points,
             books=None if self.whole is None else self.whole.books,
             settled=tuple(settled),
-            extra=None if self.extras is None or self.skipped else self.extras.tell(self.microbatches, self.factors.clips()),
+            extra=None if self.extras is None or self.skipped else self.extras.tell(self.microbatches, self._used_factors()),
+            sums=shared_sums(columns, contributions, self.processes),
+            rows=self._rows(),
         )
         self._finish_run(finished, self.look, setup.scored if self.skipped else self.moved)

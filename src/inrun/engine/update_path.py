@@ -44,7 +44,7 @@ class UpdatePath:
         return self.gains[s.parameter]
 
     def _make_gain(self, s: Scored) -> Tensor | float:
-        rule, state, weight = self.rules[s.optimizer], s.state, s.parameter.detach()
+        rule, state, weight = self.rules[s.optimizer], s.state, s.weight
         gradient = s.used_gradient
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         if self.realised:
@@ -61,7 +61,7 @@ class UpdatePath:
     def _has_frozen_gain(s: Scored, rule: UpdateRule, state: dict[str, Any]) -> bool:
         """Whether the gain before the step is usable: not of tables, output vocabularies and what never had a gradient."""
         classes = any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses)
-        return not s.some_sparse and not classes and rule.without_history(state) < s.parameter.numel()
+        return not s.some_sparse and not classes and rule.without_history(state) < s.weight.numel()
 
     def direction(self, s: Scored, raw: Tensor) -> Tensor:
         """Return v = gain ∘ ∇̄ for validation gradients ``[k, *shape]``, which are overwritten."""
@@ -69,11 +69,11 @@ class UpdatePath:
         if rule.elementwise or self.realised:
             return raw.mul_(self.gain(s))
         gradient = s.used_gradient.to(raw.dtype)
-        return rule.direction(raw, gradient, s.parameter.detach().to(raw.dtype), s.group, s.state)
+        return rule.direction(raw, gradient, s.weight.to(raw.dtype), s.group, s.state)
 
     def _add(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
         """Add zero · δ_∅ + data · (data's part) to ``out``, which may be the weight itself: all is computed before writing."""
-        rule, at, state = self.rules[s.optimizer], s.parameter.detach(), s.state
+        rule, at, state = self.rules[s.optimizer], s.weight, s.state
         if self.realised:
             self._add_realised(s, out, zero, data)
             return
@@ -103,7 +103,7 @@ class UpdatePath:
 
     def _add_realised(self, s: Scored, out: Tensor, zero: float, data: float) -> None:
         """The same where the data's part is −gain ∘ G with the realised gain, and the rest of the move is δ_∅."""
-        gradient, at = s.used_gradient, s.parameter.detach()
+        gradient, at = s.used_gradient, s.weight
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         whole = self.rules[s.optimizer].move(wide, at.to(wide.dtype), s.group, s.state)
         out.add_(whole, alpha=zero).add_(wide * self.gain(s), alpha=zero - data)
@@ -126,11 +126,11 @@ class UpdatePath:
         """Let ``shift(s, weight)`` change the weights for the time of the block; then put them back, from copies."""
         saved: list[tuple[Tensor, Tensor]] = []
         # The content comes back bit for bit, so graphs that saved these weights stay valid: do not count the writes.
-        with keep_version_counters([s.parameter for s in moving]):
+        with keep_version_counters([s.weight for s in moving]):
             try:
                 with torch.no_grad():
                     for s in moving:
-                        weight = s.parameter.detach()
+                        weight = s.weight
                         saved.append((weight, self.buffers.named(("weights", s), weight).copy_(weight)))
                         shift(s, weight)
                 yield
@@ -147,7 +147,7 @@ class UpdatePath:
         """Hold the model at w + the decay's part of δ_∅; None where it cannot be told apart from the optimizer's memory."""
         parts = {}
         for s in moving:
-            parts[s] = self.rules[s.optimizer].zero_move(s.parameter.detach(), s.group, s.state)[0]
+            parts[s] = self.rules[s.optimizer].zero_move(s.weight, s.group, s.state)[0]
             if parts[s] is None:
                 return None
         return self.shifted(moving, lambda s, weight: _add_part(weight, parts[s]))
@@ -165,7 +165,7 @@ class UpdatePath:
         """Return δ_∅ + Δ = 2δ_∅ + data's part, per parameter."""
         found = {}
         for s in moving:
-            found[s.parameter] = self.buffers.named(("move", s), s.parameter.detach()).zero_()
+            found[s.parameter] = self.buffers.named(("move", s), s.weight).zero_()
             self._add(s, found[s.parameter], 2.0, 1.0)
         return found
 
@@ -177,7 +177,7 @@ def _realised_gain(s: Scored, rule: UpdateRule, gradient: Tensor) -> Tensor | fl
         raise OptimizerError(
             f'update="realised": the moves of the optimizer of {s.name} have no unique shares; take update="secant"'
         )
-    found = rule.realised(gradient, s.parameter.detach().to(gradient.dtype), s.group, s.state)
+    found = rule.realised(gradient, s.weight.to(gradient.dtype), s.group, s.state)
     sign = -1.0 if s.group.get("maximize", False) or getattr(rule, "maximize", False) else 1.0
     gain = found.gain if found.entry is None else found.gain * found.entry
     return gain * (found.pace * recall.own * sign)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.engine.fold import Folds
+from inrun.engine.processes import Meeting, Processes
 from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
+from inrun.engine.sharded import backward_beside, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -38,6 +41,16 @@ class Gradients:
 
 
 Differentiate = Callable[[Tensor, bool], list[Tensor | None]]
+Check = Callable[[list[Tensor | None]], None]
+
+
+def _check_same(meeting: Meeting) -> None:
+    """Raise unless all ranks have as many losses."""
+    if not meeting.same(0):
+        raise ValidationError(
+            f"the validation callables return {', '.join(f'{x[0]} losses on rank {r}' for r, x in enumerate(meeting.all))}; every "
+            "rank must return as many points or folds, whose means over ranks are taken one by one"
+        )
 
 
 def _gradient(point: Tensor, parameters: list[nn.Parameter], last: bool) -> list[Tensor | None]:
@@ -103,8 +116,13 @@ def _wants_step(fn: Loss | Folds) -> bool:
 class Validation:
     """The named validation callables of a run."""
 
-    def __init__(self, model: nn.Module, called: nn.Module, callables: Loss | Mapping[str, Loss], mode: str) -> None:
-        """Check and hold the callables, which get ``called`` (the model, or what was compiled of it); ``mode`` is eval or train."""
+    def __init__(
+        self, model: nn.Module, called: nn.Module, callables: Loss | Mapping[str, Loss], mode: str, processes: Processes
+    ) -> None:
+        """Check and hold the callables, which get ``called`` (the model, or what was compiled of it); ``mode`` is eval or train.
+
+        Of several processes each has callables of its own: losses and gradients are the means over them.
+        """
         named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
         if not named:
             raise ConfigurationError("validation= is empty; give at least one callable that returns a loss")
@@ -118,7 +136,7 @@ class Validation:
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss")
         if mode not in ("eval", "train"):
             raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
-        self.model, self.called, self.mode = model, called, mode
+        self.model, self.called, self.mode, self.processes = model, called, mode, processes
         self.callables = {name: (fn, _wants_step(fn)) for name, fn in named.items()}
         self.guard = BufferGuard(model)
         self._stacks: dict[int, Tensor] = {}
@@ -157,37 +175,61 @@ class Validation:
     def _quiet(self, name: str, step: int) -> Any:
         salt = 1 + self.names.index(name)
         return (
+            self._afresh(),
             forked_random(seed_of(step, salt), devices_of(self.model)),
             modes(self.model, None if self.mode == "train" else False),
             self.guard.hold(),
         )
 
+    @contextlib.contextmanager
+    def _afresh(self) -> Iterator[None]:
+        """Where parameters are split over processes: gather them as they are now, and keep none of what was gathered."""
+        if self.processes.sharded:
+            reshard(self.model)
+        try:
+            yield
+        finally:
+            if self.processes.sharded:
+                reshard(self.model)
+
     def losses(self, step: int) -> Tensor:
         """Return the losses alone, ``[k]``."""
         parts = []
-        for name in self.names:
-            random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad(), no_reentry():
-                parts.append(self._loss(name, step).detach().reshape(-1).double())
-        return torch.cat(parts)
+        with self.processes.together("the validation losses", step) as meeting:
+            for name in self.names:
+                afresh, random_state, flags, buffers = self._quiet(name, step)
+                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
+                    parts.append(self._loss(name, step).detach().reshape(-1).double())
+            found = torch.cat(parts)
+            meeting.own = [len(found)]
+        _check_same(meeting)
+        self.processes.mean_("losses", [found])
+        return found
 
     def columns(self, step: int) -> list[Label]:
         """Return the labels of all losses: sets, points and folds."""
         found: list[Label] = []
-        for name in self.names:
-            random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.no_grad(), no_reentry():
-                loss = self._loss(name, step)
-            found += self._labels(name, loss)
+        with self.processes.together("the validation losses", step) as meeting:
+            for name in self.names:
+                afresh, random_state, flags, buffers = self._quiet(name, step)
+                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
+                    loss = self._loss(name, step)
+                found += self._labels(name, loss)
+            meeting.own = [len(found)]
+        _check_same(meeting)
         return found
 
     def _labels(self, name: str, loss: Tensor) -> list[Label]:
         in_folds = isinstance(self.callables[name][0], Folds)
         return [Label(name, None if loss.dim() == 0 else j, in_folds) for j in range(loss.numel())]
 
-    def gradients(self, parameters: list[nn.Parameter], step: int) -> Gradients:
-        """Return losses and gradients; ``.grad`` is not touched."""
-        return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last))
+    def gradients(self, parameters: list[nn.Parameter], step: int, check: Check | None = None) -> Gradients:
+        """Return losses and gradients; ``.grad`` is not touched. ``check`` may raise for what this process found."""
+        if self.processes.sharded:
+            return self._each_point(
+                parameters, step, lambda point, last: backward_beside(self.model, point, parameters, last), check
+            )
+        return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last), check)
 
     def bent_gradients(self, parameters: list[nn.Parameter], step: int, move: dict[nn.Parameter, Tensor]) -> Gradients:
         """Return losses and ∇ℓ + ½H·d for a move d, by differentiating ⟨∇ℓ, d⟩ once more.
@@ -200,13 +242,39 @@ class Validation:
                 self._each_point, parameters, step, lambda point, last: _bent_gradient(point, parameters, move, last)
             )  # type: ignore[no-any-return]
 
-    def _each_point(self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate) -> Gradients:
+    def _each_point(
+        self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate, check: Check | None = None
+    ) -> Gradients:
+        with self.processes.together("the validation gradient", step) as meeting:
+            found = self._own_points(parameters, step, differentiate)
+            if check is not None:
+                check(found.raw)
+            meeting.own = [len(found.columns)]
+        _check_same(meeting)
+        if self.processes.sharded:
+            self.processes.mean_("losses", [found.losses])
+        elif self.processes.several:
+            self._average(found, parameters)
+        return found
+
+    def _average(self, found: Gradients, parameters: list[nn.Parameter]) -> None:
+        """Take the mean over processes; a parameter that some process's losses do not depend on counts as 0 there."""
+        has = torch.tensor([g is not None for g in found.raw], dtype=torch.int32)
+        somewhere = self.processes.summed("small", has) > 0
+        for i in torch.nonzero(somewhere & (has == 0)).flatten().tolist():
+            p = parameters[i]
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            found.raw[i] = torch.zeros((len(found.columns), *p.shape), dtype=dtype, device=p.device)
+        self.processes.mean_("losses", [found.losses])
+        self.processes.mean_("validation gradient", [g for g in found.raw if g is not None])
+
+    def _own_points(self, parameters: list[nn.Parameter], step: int, differentiate: Differentiate) -> Gradients:
         columns: list[Label] = []
         losses: list[Tensor] = []
         found: list[list[Tensor | None]] = []
         for name in self.names:
-            random_state, flags, buffers = self._quiet(name, step)
-            with random_state, flags, buffers, torch.enable_grad(), no_reentry():
+            afresh, random_state, flags, buffers = self._quiet(name, step)
+            with afresh, random_state, flags, buffers, torch.enable_grad(), no_reentry():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(
@@ -214,7 +282,11 @@ class Validation:
                         "do not call it under no_grad, and do not detach the model's output"
                     )
                 points = loss.reshape(-1)
-                mine = [differentiate(point, j + 1 == len(points)) for j, point in enumerate(points)]
+                mine = []
+                for j in range(len(points)):
+                    if self.processes.sharded and j:  # a graph of split parameters serves one backward
+                        points = self._loss(name, step).reshape(-1)
+                    mine.append(differentiate(points[j], j + 1 == len(points)))
                 if all(g is None for gradients in mine for g in gradients):
                     raise ValidationError(
                         f"validation {name!r} returned a loss that depends on no parameter that is scored, so that every sample "

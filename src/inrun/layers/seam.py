@@ -29,6 +29,7 @@ from inrun.layers.layout import turned
 from inrun.layers.packed import Packing
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
+from inrun.layers.shards import Shards
 from inrun.layers.sketch import SketchPlan
 from inrun.layers.squares import squares
 
@@ -48,6 +49,8 @@ class Ask:
     contracts: bool = True
     #: Sketch the gradients, too.
     sketch: SketchPlan | None = None
+    #: The direction is split over processes, and whole only while this parameter is contracted.
+    shards: Shards | None = None
     #: Asked for beside the contraction: kept or contracted once more, or (neither) the squared norms ``[n]``.
     extra: bool = False
 
@@ -170,6 +173,8 @@ def gradients_for_probes(
                 totals[ask.name] = kept.total()
             continue
         v = next(remaining) if ask.contracts else None
+        if v is not None and ask.shards is not None:
+            v = ask.shards.whole(v)
         if ask.sketch is not None:
             signs, weights = next(remaining), next(remaining)
             if want_totals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 
 from inrun.errors import LedgerError
@@ -17,8 +18,19 @@ def lock_path(run: Path, rank: int) -> Path:
     return run / f"lock-r{rank}"
 
 
-def lock_rank(run: Path, rank: int) -> Lock:
-    """Take the lock of a rank; LedgerError naming who has it."""
+def lock_rank(run: Path, rank: int, patience: float = 0.0) -> Lock:
+    """Take the lock of a rank, trying for ``patience`` seconds; LedgerError naming who has it."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return _lock_rank(run, rank)
+        except LedgerError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.05)
+
+
+def _lock_rank(run: Path, rank: int) -> Lock:
     path = lock_path(run, rank)
     try:
         lock = Lock(path)

@@ -2,11 +2,11 @@
 
 Each entry is one JSON line with the hash of the entry before it. Kinds:
 
-``begin``    the run: its id, and the hash of ``run.json``
+``begin``    the run: its id, the hash of ``run.json`` and, where there are several, how many ranks write (``world``)
 ``flush``    parts that were written (contributions and accounts of some steps, and credits that were settled)
 ``samples``  a part of the samples table
-``resume``   the run went on from an earlier entry: ``flush`` entries after ``keep`` no longer count
-``drop``     parts that were set aside by ``inrun repair``
+``resume``   the run went on from an earlier entry: ``flush`` entries after ``keep`` no longer count; ``world`` as above
+``drop``     parts that were set aside by ``inrun repair``, and ranks ``without`` which steps count since their books are lost
 ``about``    ``run.json`` was mended by ``inrun repair``; its new hash
 ``gap``      stands where ``inrun repair`` found a damaged entry, so that later ones (and marks) keep number and hash
 
@@ -135,6 +135,10 @@ def _well_formed(entry: ManifestEntry) -> bool:
         and (entry.kind != "drop" or (isinstance(named, list) and all(isinstance(x, str) for x in named)))
         and (entry.kind not in ("begin", "about") or isinstance(more.get("run_json"), str))
         and isinstance(more.get("stands_for", ""), str)
+        and _is_count(more.get("world", 1))
+        and more.get("world", 1) > 0
+        and isinstance(more.get("without", []), list)
+        and all(_is_count(rank) for rank in more.get("without", []))
     )
 
 

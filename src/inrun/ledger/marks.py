@@ -7,11 +7,17 @@ from typing import Any
 
 from inrun.errors import LedgerError
 from inrun.files import Files
-from inrun.ledger.manifest import Chain, ManifestWriter, chain_path, read_chain
+from inrun.ledger.manifest import Chain, ManifestWriter, chain_path, ranks_of, read_chain
+
+#: A mark that speaks of more is not ours.
+MOST_RANKS = 1_000_000
 
 
-def resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files) -> Chain | None:
-    """Append a resume entry to the manifest of a rank; return its entries, None if it died before its first."""
+def resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files, world: int = 1) -> Chain | None:
+    """Append a resume entry to the manifest of a rank; return its entries, None if it died before its first.
+
+    ``world`` is how many ranks go on; an entry says so where there are or were several, and rank 0 then always writes one.
+    """
     chain = read_chain(run, rank)
     if not chain.entries and not chain.damage:
         files.remove(chain_path(run, rank))
@@ -19,9 +25,11 @@ def resume_chain(run: Path, rank: int, mark: dict[str, Any] | None, files: Files
     if chain.damage:
         raise LedgerError(f"{run} is damaged: {chain.damage[0]}. `inrun repair` saves what is whole; then resume from a checkpoint")
     step = 0 if mark is None else mark["step"]
-    keep = 0 if mark is None else _position(run, chain, mark)
-    if chain.entries[-1].number > keep:
-        ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep})
+    keep = 0 if mark is None else position(run, chain, mark)
+    before = [int(e.more.get("world", 1)) for e in chain.entries if e.kind in ("begin", "resume")][-1:]
+    several = world > 1 or before != [1]
+    if chain.entries[-1].number > keep or (several and (rank == 0 or before != [world])):
+        ManifestWriter(run, rank, files, chain).append("resume", step, (), {"keep": keep} | ({"world": world} if several else {}))
     return read_chain(run, rank)
 
 
@@ -34,11 +42,34 @@ def check_mark(run: Path, about: dict[str, Any], mark: dict[str, Any] | None) ->
         raise LedgerError(f"the mark is {str(mark)[:200]!r}; accepted is what ledger.mark() returned, or None to start over")
     if mark["run_id"] != about.get("run_id"):
         raise LedgerError(f"the mark belongs to run {mark['run_id']!r}, and {run} is run {about.get('run_id')!r}")
-    _position(run, read_chain(run, mark["rank"]), mark)
+    position(run, read_chain(run, mark["rank"]), mark)
+    _check_reached(run, mark)
     return int(mark["step"])
 
 
-def _position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
+def _check_reached(run: Path, mark: dict[str, Any]) -> None:
+    """Every rank that wrote when a mark was taken must have flushed up to it: else its last steps would be lost unseen."""
+    world = mark.get("world", 1)
+    if isinstance(world, bool) or not isinstance(world, int) or not 1 <= world <= MOST_RANKS:
+        raise LedgerError(f"the mark speaks of {world!r} ranks; accepted is what ledger.mark() returned")
+    lost = {r for rank in ranks_of(run) for e in read_chain(run, rank).entries for r in e.more.get("without", ())}
+    for rank in range(world) if world > 1 else ():
+        if rank == mark["rank"] or rank in lost:  # what repair gave up was said then
+            continue
+        chain = read_chain(run, rank) if chain_path(run, rank).exists() else Chain(rank, [], 0, [])
+        position(run, chain, mark)
+        reached = 0
+        for entry in chain.entries:
+            if entry.kind in ("begin", "resume") or (entry.kind == "flush" and entry.more["marked"] < mark["step"]):
+                reached = entry.at_step if entry.at_step <= mark["step"] else reached
+        if reached < mark["step"]:
+            raise LedgerError(
+                f"rank {rank} of {run} did not flush at step {mark['step']}, where the mark was taken: its books end at step "
+                f"{reached}. Call ledger.mark() on every rank before a checkpoint is saved"
+            )
+
+
+def position(run: Path, chain: Chain, mark: dict[str, Any]) -> int:
     """Find the entry of a rank up to which things count at a mark."""
     if chain.rank == mark["rank"]:
         number = mark["record"]

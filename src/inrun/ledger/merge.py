@@ -56,8 +56,9 @@ def merge(paths: Sequence[str | Path], out: str | Path) -> Path:
 def _copy_all(folder: Path, about: dict[str, Any], chosen: list[tuple[LedgerReader, ManifestEntry]]) -> None:
     with Ledger(folder, flush_every="1h", about=about) as ledger:
         settled: dict[int, SettledSteps] = {}
+        ends = {reader.path: reader.complete_steps() for reader, _ in chosen}
         for reader, entry in chosen:
-            ledger.adopt(entry, reader.path)
+            ledger.adopt(entry, reader.path, ends[reader.path])
             _refuse_settled_twice(settled.setdefault(entry.rank, SettledSteps()), reader, entry)
         _refuse_conflicts(ledger.samples())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
@@ -55,6 +56,11 @@ def steps_of(run: Path, part: Part) -> list[int]:
             f"{file} cannot be read: {error}. `inrun verify` names all damage, `inrun repair` saves the rest"
         ) from error
     return [int(step) for step in np.unique(steps)]
+
+
+def complete_rows(table: pa.Table, end: int | None) -> pa.Table:
+    """Leave out the rows of steps from ``end`` on, which not every rank has written; None keeps all."""
+    return table if end is None or "step" not in table.column_names else table.filter(pc.less(table["step"], end))
 
 
 def has_columns(table: str, schema: pa.Schema) -> bool:

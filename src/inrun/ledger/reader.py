@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from inrun.errors import LedgerError
 from inrun.ledger.about import read_about
-from inrun.ledger.manifest import FOLDER, Chain, Part, survey
-from inrun.ledger.parts import flaw_of, read_part
+from inrun.ledger.manifest import FOLDER, TABLES, Chain, Part, survey
+from inrun.ledger.parts import complete_rows, flaw_of, read_part
+from inrun.ledger.ranks import complete_steps
 from inrun.ledger.record import SettledCredits
 from inrun.ledger.saved import is_old_save, old_files
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
@@ -58,8 +59,25 @@ class LedgerReader:
             raise LedgerError(f"{self.path} is damaged: {damage[0]}. `inrun verify` names all of it, `inrun repair` saves the rest")
         return found
 
+    def complete_steps(self) -> int | None:
+        """Return how many steps all ranks have written: rows of later ones do not count yet. None where one process writes alone.
+
+        Tables and scores leave such rows out; whoever reads the :meth:`files` must do so too.
+        """
+        if is_old_save(self.path, self.about):
+            return None
+        self._check_manifest(*TABLES)
+        return complete_steps(self.chains())
+
+    def _check_manifest(self, *tables: str) -> None:
+        if not (self.path / FOLDER).is_dir() and any(file for table in tables for file in (self.path / table).glob("r*-*.parquet")):
+            raise LedgerError(f"{str(self.path)!r} has lost its manifest; `inrun verify` and `inrun repair` say what can be saved")
+
     def parts(self, table: str) -> list[Part]:
-        """Return the parts of a table that count, in the order they were written, rank by rank."""
+        """Return the parts of a table that count, in the order they were written, rank by rank.
+
+        Where several ranks write, a part may end with steps that are not complete yet; see :meth:`complete_steps`.
+        """
         for last in TRIES:
             found = self._counted(table)
             for part in found:
@@ -73,14 +91,16 @@ class LedgerReader:
         raise LedgerError(f"{self.path / part.path} {flaw}. `inrun verify` names all damage, `inrun repair` saves the rest")
 
     def _counted(self, table: str) -> list[Part]:
-        return [p for c in self.chains() for e in c.live() for p in e.parts if p.table == table]
+        chains = self.chains()
+        end = complete_steps(chains)
+        found = [p for c in chains for e in c.live() for p in e.parts if p.table == table]
+        return [p for p in found if end is None or p.first_step is None or p.first_step < end]
 
     def files(self, table: str) -> list[str]:
         """Return the paths of the Parquet files of a table that count."""
         if is_old_save(self.path, self.about):
             return old_files(self.path, table)
-        if not (self.path / FOLDER).is_dir() and any((self.path / table).glob("r*-*.parquet")):
-            raise LedgerError(f"{str(self.path)!r} has lost its manifest; `inrun verify` and `inrun repair` say what can be saved")
+        self._check_manifest(table)
         return [str(self.path / p.path) for p in self.parts(table)]
 
     def _read(self, table: str, schema: pa.Schema) -> pa.Table:
@@ -90,9 +110,10 @@ class LedgerReader:
 
     def _load(self, table: str) -> list[pa.Table]:
         for last in TRIES:
+            end = self.complete_steps()
             files = self.files(table)
             try:
-                return [read_part(table, file) for file in files]
+                return [complete_rows(read_part(table, file), end) for file in files]
             except (OSError, ValueError, pa.ArrowException) as error:
                 if last or self.files(table) == files:  # else a writer has just resumed from an older mark
                     raise LedgerError(f"{self.path} cannot be read: {error}. `inrun verify` names the damage") from error

@@ -46,7 +46,7 @@ class SettledCredits:
 
     #: The step of use.
     step: int
-    #: ``[n]``, row j of the step at place j.
+    #: ``[n]``, row j of the step at place j, or as ``rows`` says.
     sample_ids: npt.NDArray[np.int64]
     #: Per validation label, ``[n]``.
     credits: dict[str, npt.NDArray[np.float32]]
@@ -55,6 +55,8 @@ class SettledCredits:
     #: ``[n]``, the share of the sample's push that was paid out when it settled: above 0.99 after a whole window, less where
     #: training ended before.
     paid: npt.NDArray[np.float32]
+    #: ``[n]``, the number of each row in the step, all ranks counted together; None where they are 0, 1, ... n - 1.
+    rows: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,9 @@ from inrun.ledger.manifest import (
     read_head,
     read_inside,
     refuse_links,
+    survey,
 )
+from inrun.ledger.ranks import lost_ranks, session_of
 from inrun.ledger.record import SIGN, UNIT
 from inrun.ledger.verify import Problem, verify
 
@@ -99,17 +101,21 @@ def _mend(run: Path, files: Files, done: Repair) -> None:
     for folder in (ASIDE, FOLDER):
         make_folder_durably(files, run / folder)
     ranks = _ranks(run)
+    before = survey(run)[0]
+    damaged = {chain.rank for chain in before if chain.damage} | set(ranks) - {chain.rank for chain in before}
     for rank in ranks:
         _mend_chain(run, rank, files, done)
     run_id = _run_id(run)
     for rank in ranks:
-        _set_foreign_aside(run, rank, run_id, files, done)
+        if _set_foreign_aside(run, rank, run_id, files, done):
+            damaged.add(rank)
         _set_uncounted_aside(run, rank, files, done)
     for name in part_names(run) if not ranks else []:
         done.lost.append((name.split("/", 1)[0], *_steps_of(run / name)))
         _move(run, name, files, done)
     _mend_about(run, run_id, files, done)
     _set_parts_aside(run, files, done)
+    _go_without(run, damaged, files, done)
 
 
 def _ranks(run: Path) -> list[int]:
@@ -241,12 +247,14 @@ def _begin_anew(run: Path, after: ManifestEntry | None) -> dict[str, Any] | None
     try:
         about = read_about(run)
         digest = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
-        return {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
+        found = {"run_id": about.get("run_id"), "run_json": digest, "software": about.get("software")}
     except LedgerError:
         others = [c.entries[0].more.get("run_id") for c in _begun(run)]
-    if not others and after is None:
-        return None
-    return {"run_id": others[0] if others else f"unknown-{str(after and after.previous)[:8]}", "run_json": ""}
+        if not others and after is None:
+            return None
+        found = {"run_id": others[0] if others else f"unknown-{str(after and after.previous)[:8]}", "run_json": ""}
+    world = session_of(_begun(run)).world
+    return found | ({"world": world} if world > 1 else {})
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -284,14 +292,25 @@ def _run_id(run: Path) -> str | None:
     return said if said in ids or not ids else ids[0]
 
 
-def _set_foreign_aside(run: Path, rank: int, run_id: str | None, files: Files, done: Repair) -> None:
+def _set_foreign_aside(run: Path, rank: int, run_id: str | None, files: Files, done: Repair) -> bool:
     chain = read_chain(run, rank) if chain_path(run, rank).exists() else None
     if chain is None or not chain.entries or chain.entries[0].more.get("run_id") == run_id:
-        return
+        return False
     done.notes.append(f"the books of rank {rank} belong to run {chain.entries[0].more.get('run_id')}")
     done.lost += [(p.table, p.first_step, p.last_step) for r in chain.live() for p in r.parts]
     for ending in ("head", "jsonl"):
         _move(run, f"manifest/r{rank}.{ending}", files, done)
+    return True
+
+
+def _go_without(run: Path, damaged: set[int], files: Files, done: Repair) -> None:
+    """Let steps count that would wait for ever for ranks whose books are lost."""
+    chains = _begun(run)
+    lost = lost_ranks(chains, damaged)
+    if lost:
+        first = chains[0]
+        ManifestWriter(run, first.rank, files, first).append("drop", first.entries[-1].at_step, (), {"parts": [], "without": lost})
+        done.notes.append(f"steps count without what rank {', '.join(map(str, lost))} wrote last")
 
 
 def _set_uncounted_aside(run: Path, rank: int, files: Files, done: Repair) -> None:

@@ -46,7 +46,17 @@ def check_settlement(given: SettledCredits) -> SettledCredits:
     credit = {label: _column(step, len(ids), f"credits to {label!r}", v) for label, v in given.credits.items()}
     error = {label: _column(step, len(ids), f"errors of credits to {label!r}", given.errors[label], 0.0) for label in credit}
     paid = _column(step, len(ids), "paid shares", given.paid, 0.0, 1.001)  # a sum of rounded shares may pass 1 a little
-    return SettledCredits(step, ids, credit, error, paid)
+    return SettledCredits(step, ids, credit, error, paid, _rows(step, len(ids), given.rows))
+
+
+def _rows(step: int, n: int, given: Any) -> npt.NDArray[np.int64] | None:
+    if given is None:
+        return None
+    rows = np.array(given)
+    fits = rows.shape == (n,) and rows.dtype.kind in "iu" and (n == 0 or (rows.min() >= 0 and rows.max() < 2**31))
+    if not fits or len(np.unique(rows)) != n:
+        raise LedgerError(f"step {step}: rows must be {n} different numbers of at least 0, one per sample id")
+    return rows.astype(np.int64)
 
 
 def _column(step: int, n: int, what: str, given: Any, low: float = -np.inf, high: float = np.inf) -> npt.NDArray[np.float32]:
@@ -127,7 +137,7 @@ def credit_table(settled: Iterable[SettledCredits]) -> pa.Table:
     index = np.concatenate([np.full(len(s.sample_ids), place[label], np.int32) for s, label in columns])
     rows = [
         pa.array(np.concatenate([np.full(len(s.sample_ids), s.step, np.int64) for s, _ in columns])),
-        pa.array(np.concatenate([np.arange(len(s.sample_ids), dtype=np.int32) for s, _ in columns])),
+        pa.array(np.concatenate([_numbers(s) for s, _ in columns])),
         pa.array(np.concatenate([s.sample_ids for s, _ in columns])),
         pa.DictionaryArray.from_arrays(pa.array(index), pa.array(labels, pa.string())).cast(pa.string()),
         pa.array(np.concatenate([s.credits[label] for s, label in columns])),
@@ -135,3 +145,7 @@ def credit_table(settled: Iterable[SettledCredits]) -> pa.Table:
         pa.array(np.concatenate([s.paid for s, _ in columns])),
     ]
     return pa.table(rows, schema=CREDITS)
+
+
+def _numbers(s: SettledCredits) -> npt.NDArray[np.int32]:
+    return np.arange(len(s.sample_ids), dtype=np.int32) if s.rows is None else s.rows.astype(np.int32)

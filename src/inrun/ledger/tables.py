@@ -22,7 +22,7 @@ from inrun.ledger.labels import by_set, sets_of_accounts
 from inrun.ledger.record import SettledCredits
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS, EXTRA
 from inrun.ledger.settled import check_settlement, credit_table
-from inrun.ledger.uses import show_contributions, show_credits
+from inrun.ledger.uses import show_contributions, show_credits, show_settled_steps
 
 #: What DuckDB may hold before it goes to a temporary folder on disk.
 MEMORY_LIMIT = "700MB"
@@ -36,6 +36,10 @@ class Run(Protocol):
 
     def files(self, table: str) -> list[str]:
         """Return the Parquet files of a table that count."""
+        ...
+
+    def complete_steps(self) -> int | None:
+        """Return the first step that not every rank has written; None where one process writes alone."""
         ...
 
 
@@ -59,8 +63,12 @@ class Tables:
     def __init__(self, run: Run, connection: Any) -> None:
         """Take an open connection; see :meth:`inrun.ledger.LedgerReader.tables`."""
         self.run, self.connection = run, connection
+        #: Before the files are looked up, so that they have all rows of these steps and one end holds for all tables.
+        self._end = run.complete_steps()
         self._offer("contributions", CONTRIBUTIONS)
-        credited = bool(self._offer("credits", CREDITS))
+        credited = bool(self._offer("credits", CREDITS, "credits" if self._end is None else "credits_of_ranks"))
+        if self._end is not None:
+            show_settled_steps(connection, "credits_of_ranks")
         self._offer("accounts", ACCOUNTS)
         self.columns = self._offer("samples", pa.schema([("sample_id", pa.int64())]))
         self._sets: dict[str, list[str]] | None = None
@@ -77,18 +85,21 @@ class Tables:
             show_credits(self.connection, self._pending, credit_table([check_settlement(s) for s in open_credits]))
             self.whole = True
 
-    def _offer(self, table: str, schema: pa.Schema) -> list[str]:
-        """Make a view over the files of a table; return its columns, none if it has no files."""
+    def _offer(self, table: str, schema: pa.Schema, view: str | None = None) -> list[str]:
+        """Make a view over the files of a table, with its name or another; return its columns, none if it has no files."""
+        view = view or table
         plain = self.run.files(table)
         files = [glob.escape(f) for f in plain]
         if not files:
-            self.connection.from_arrow(schema.empty_table()).create_view(table)
+            self.connection.from_arrow(schema.empty_table()).create_view(view)
             return []
         # Parts of contributions are alike, unless some steps told more (``extra=``).
         by_name = table not in ("contributions", "credits") or _has_extra(plain)
         relation = self.connection.read_parquet(files, union_by_name=by_name)
+        if self._end is not None and "step" in schema.names:
+            relation = relation.filter(f"step < {self._end}")
         if set(schema.names) <= set(relation.columns):
-            relation.create_view(table)
+            relation.create_view(view)
             return list(relation.columns)
         relation.create_view(f"{table}_before")  # books of an older release lack columns: these are null
         self.connection.from_arrow(schema.empty_table()).create_view(f"{table}_now")

@@ -19,6 +19,11 @@ _CONTRIBUTIONS = (
 )
 _CREDITS = "SELECT step, sample_id, validation, credit::DOUBLE AS value, error::DOUBLE AS error, {pending} AS pending FROM {table}"
 _KEY = "step, sample_id, validation"
+#: Steps of which every use has a row in ``known``.
+_WHOLE_STEPS = """
+SELECT step FROM (SELECT step, count(*) AS credited FROM ({known}) GROUP BY step)
+LEFT JOIN (SELECT step, count(*) AS used FROM contributions GROUP BY step) USING (step)
+WHERE credited >= coalesce(used, 0)"""
 
 
 def show_contributions(connection: Any, pending: bool) -> None:
@@ -52,17 +57,22 @@ def show_credits(connection: Any, pending: bool, given: pa.Table | None = None) 
     connection.execute(f"CREATE OR REPLACE TEMP VIEW uses AS {' UNION ALL '.join([*rows, others])}")
 
 
+def show_settled_steps(connection: Any, written: str) -> None:
+    """Make the view ``credits`` over a table of credits of several ranks, without those of steps that not every rank has settled.
+
+    Until then all uses of such a step have their contributions: a sample may be used on several ranks in one step, and nothing
+    would tell whose contribution a credit stands for.
+    """
+    connection.execute(f"CREATE TEMP TABLE settled_steps AS {_WHOLE_STEPS.format(known=f'SELECT step FROM {written}')}")
+    connection.execute(f"CREATE TEMP VIEW credits AS SELECT * FROM {written} WHERE step IN (SELECT step FROM settled_steps)")
+
+
 def _note_credited(connection: Any, known: str) -> None:
     """Note the steps of which every use has a credit and, use by use, what is known of other steps.
 
-    There are such others where several ranks write: one of them may have settled its rows of a step before another.
+    There are such others where the open credits of one rank are given, or books were written by hand.
     """
-    connection.execute(
-        f"""CREATE OR REPLACE TEMP TABLE credited_steps AS
-            SELECT step FROM (SELECT step, count(*) AS credited FROM ({known}) GROUP BY step)
-            LEFT JOIN (SELECT step, count(*) AS used FROM contributions GROUP BY step) USING (step)
-            WHERE credited >= coalesce(used, 0)"""
-    )
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE credited_steps AS {_WHOLE_STEPS.format(known=known)}")
     connection.execute(
         f"CREATE OR REPLACE TEMP TABLE credited_uses AS SELECT * FROM ({known}) WHERE step NOT IN (SELECT step FROM credited_steps)"
     )

@@ -13,6 +13,7 @@ from inrun.errors import LedgerError
 from inrun.ledger.about import read_about
 from inrun.ledger.manifest import FOLDER, TABLES, Chain, Part, check_relative, part_names, place_of_part, read_inside, survey
 from inrun.ledger.parts import has_columns, parse_part
+from inrun.ledger.ranks import complete_steps, session_of, waiting_ranks
 from inrun.ledger.saved import refuse_old_save
 
 
@@ -107,6 +108,13 @@ def _verify(run: Path) -> tuple[Verification, list[Chain]]:
                 counted[part.path] = chain.rank
                 _check_part(run, part, chain.rank, found)
     _look_around(run, chains, names, set(counted), found)
+    late = waiting_ranks(chains)
+    if late:
+        who = ", ".join(map(str, late))
+        found.notes.append(f"steps from {complete_steps(chains)} on do not count yet: rank {who} has not written them")
+    lost = sorted(session_of(chains).without)
+    if lost:
+        found.notes.append(f"steps count without rank {', '.join(map(str, lost))}, whose books were lost")
     return found, chains
 
 

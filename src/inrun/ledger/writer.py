@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,13 +38,13 @@ from inrun.ledger.manifest import (
     Part,
     chain_path,
     name_of_part,
-    ranks_of,
     read_inside,
     refuse_links,
     survey,
 )
 from inrun.ledger.marks import check_mark, resume_chain
-from inrun.ledger.parts import steps_of, to_parquet
+from inrun.ledger.parts import complete_rows, parse_part, steps_of, to_parquet
+from inrun.ledger.ranks import LOCK_PATIENCE, check_ranks, cut_others, wait_for_begin, wait_for_resume
 from inrun.ledger.reader import LedgerReader
 from inrun.ledger.record import SettledCredits, StepRecord
 from inrun.ledger.samples import SeenIds, as_samples_table
@@ -59,6 +58,7 @@ class Ledger(LedgerReader):
     Args:
         path: A folder that holds no run yet. ``Ledger.resume`` goes on with one, ``Ledger.open`` reads one.
         rank: This process among those that write side by side.
+        world: How many there are. A step counts once all of them have flushed it. Accounts, the same on all, are rank 0's.
         flush_every: Rows (an integer) or time (text such as "30s" or "5min") after which a part is written.
         about: What ``run.json`` says beside schema, sign and unit.
     """
@@ -70,12 +70,13 @@ class Ledger(LedgerReader):
         path: str | Path,
         *,
         rank: int = 0,
+        world: int = 1,
         flush_every: int | str = "60s",
         about: dict[str, Any] | None = None,
         files: Files | None = None,
     ) -> None:
         """Start a new run; see the class."""
-        self._configure(Path(path), rank, flush_every, files)
+        self._configure(Path(path), rank, world, flush_every, files)
         with self._opening():
             self._wait_or_make_folders()
             self._lock = lock_rank(self.path, self.rank)
@@ -83,15 +84,16 @@ class Ledger(LedgerReader):
             super().__init__(path)
             self._begin_chain()
 
-    def _configure(self, run: Path, rank: int, flush_every: int | str, files: Files | None) -> None:
+    def _configure(self, run: Path, rank: int, world: int, flush_every: int | str, files: Files | None) -> None:
         self._buffer = Buffer(flush_every)
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise LedgerError(f"rank is {rank!r}; it must be an integer of at least 0")
-        self.path, self.rank, self._files = run, rank, files or Files()
+        check_ranks(rank, world)
+        self.path, self.rank, self.world, self._files = run, rank, world, files or Files()
         self._stopped: str | None = None
         self._lock = None
         self._at_step, self._last_account = 0, -1
         self._settled = SettledSteps()
+        #: Up to which step the manifest says that all is written.
+        self._stated = 0
         #: The step of the last mark: what is written later comes after it, even if it speaks of earlier steps.
         self._marked = -1
         #: The first step under way since the last flush.
@@ -118,21 +120,24 @@ class Ledger(LedgerReader):
             raise LedgerError(f"{self.path} has no run id; it was not begun by inrun.Ledger, and cannot be written to")
         self._manifest = ManifestWriter(self.path, self.rank, self._files, None)
         digest = hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
-        self._commit("begin", (), {"run_id": self.about["run_id"], "run_json": digest, "software": software()})
+        more = {"run_id": self.about["run_id"], "run_json": digest, "software": software()}
+        self._commit("begin", (), more | ({"world": self.world} if self.world > 1 else {}))
 
     def _continue_chain(self, chain: Chain, step: int) -> None:
         """Go on after the last entry of this rank, at a step."""
         self._manifest = ManifestWriter(self.path, self.rank, self._files, chain)
         parts = [p for e in chain.live() if e.kind == "flush" for p in e.parts]
-        self._at_step = self._marked = step
+        self._at_step = self._marked = self._stated = step
         self._last_account = max((p.last_step for p in parts if p.table == "accounts" and p.last_step is not None), default=-1)
+        if self.rank > 0:  # rank 0 has the accounts
+            self._last_account = step - 1
         self._settled = SettledSteps(s for p in parts if p.table == "credits" for s in steps_of(self.path, p))
         self._remove_leftovers()
 
     def _wait_or_make_folders(self) -> None:
         """Make the folders (rank 0), or wait for rank 0 to have made the run."""
         if self.rank > 0:
-            _wait_for(self.path / NAME)
+            wait_for_begin(self.path, self.rank, self.world)
         self._refuse_run()
         refuse_links(self.path)
         chains, damage = survey(self.path)
@@ -168,7 +173,7 @@ class Ledger(LedgerReader):
         mark: dict[str, Any] | None,
         *,
         rank: int = 0,
-        world_size: int = 1,
+        world: int = 1,
         flush_every: int | str = "60s",
         files: Files | None = None,
     ) -> Ledger:
@@ -178,12 +183,12 @@ class Ledger(LedgerReader):
             path: The run's folder.
             mark: What ``mark()`` returned, from any rank; None starts over in that folder.
             rank: This process.
-            world_size: How many processes go on; rank 0 closes the chains of ranks that are no more.
+            world: How many processes go on, whatever their number was before. Rank 0 opens the books for all; the others wait.
             flush_every: As for a new ledger.
             files: For tests.
         """
         ledger = cls.__new__(cls)
-        ledger._configure(Path(path), rank, flush_every, files)
+        ledger._configure(Path(path), rank, world, flush_every, files)
         with ledger._opening():
             LedgerReader.__init__(ledger, path)
             refuse_links(ledger.path)
@@ -192,17 +197,19 @@ class Ledger(LedgerReader):
             step = check_mark(ledger.path, ledger.about, mark)
             for folder in (FOLDER, *TABLES):  # a power cut may have left run.json alone
                 make_folder_durably(ledger._files, ledger.path / folder)
-            ledger._lock = lock_rank(ledger.path, rank)
-            gone = [r for r in ranks_of(ledger.path) if r >= world_size and r != rank] if rank == 0 else []
-            for other in gone:
-                lock = lock_rank(ledger.path, other)
-                try:
-                    resume_chain(ledger.path, other, mark, ledger._files)
-                finally:
-                    lock.release()
-            chain = resume_chain(ledger.path, rank, mark, ledger._files) if chain_path(ledger.path, rank).exists() else None
+            if rank == 0:
+                ledger._lock = lock_rank(ledger.path, 0)
+                cut_others(ledger.path, world, mark, ledger._files)
+            else:
+                with contextlib.suppress(LedgerError):  # only here can be seen that a process of this machine is gone
+                    lock_rank(ledger.path, rank).release()
+                wait_for_resume(ledger.path, rank, world, mark, step)
+                ledger._lock = lock_rank(ledger.path, rank, LOCK_PATIENCE)
+            chain = None
+            if chain_path(ledger.path, rank).exists():
+                chain = resume_chain(ledger.path, rank, mark, ledger._files, world)
             if chain is None:
-                ledger._at_step = ledger._marked = step
+                ledger._at_step = ledger._marked = ledger._stated = step
                 ledger._begin_chain()  # a new rank, or one that died before its first entry
             else:
                 ledger._continue_chain(chain, step)
@@ -233,9 +240,11 @@ class Ledger(LedgerReader):
         if taken.accounts and step <= self._last_account:
             raise LedgerError(f"step {step} was written already (the last one is {self._last_account}); each step counts once")
         self._buffer.settle(self._settled.take(record.settled, before))
-        self._buffer.add(taken)
         if taken.accounts:
             self._last_account = step
+        if self.rank > 0:
+            taken.accounts = []
+        self._buffer.add(taken)
         if self._from_step is None:  # late rows belong to the moment they are written in
             self._from_step = max(step, self._at_step)
         self._at_step = before
@@ -257,7 +266,7 @@ class Ledger(LedgerReader):
     def flush(self) -> None:
         """Write what is buffered as parts and enter them in the manifest; returns when they are safely on disk."""
         self._check_writable()
-        if self._buffer.is_empty:
+        if self._buffer.is_empty and (self.world == 1 or self._at_step == self._stated):
             self._buffer.clear()
             return
         try:
@@ -268,7 +277,7 @@ class Ledger(LedgerReader):
         parts = tuple(self._write_part(name, table) for name, table in tables.items())
         self._commit("flush", parts, {"from_step": self._from_step, "marked": self._marked})
         self._buffer.clear()
-        self._from_step = None
+        self._from_step, self._stated = None, self._at_step
 
     def _write_part(self, kind: str, table: pa.Table) -> Part:
         name, data = name_of_part(kind, self.rank, self._manifest.count), to_parquet(table)
@@ -290,31 +299,40 @@ class Ledger(LedgerReader):
                 f"{self.path}: {self._stopped}. Free space or mend the disk, then Ledger.resume from a checkpoint"
             ) from error
 
-    def adopt(self, entry: ManifestEntry, run: Path) -> None:
+    def adopt(self, entry: ManifestEntry, run: Path, end: int | None = None) -> None:
         """Take over an entry of another ledger with its parts, byte by byte.
 
         Args:
             entry: What to take; it counts here as the next entry.
             run: The folder of the ledger that it is from.
+            end: The first step that is not complete there; rows from there on are left out. None takes all.
 
         Raises:
             LedgerError: A part is not what was entered.
         """
         self._check_writable()
         self._at_step = max(self._at_step, entry.at_step)
-        parts = tuple(self._adopt_part(part, run) for part in entry.parts)
+        parts = tuple(
+            self._adopt_part(p, run, end) for p in entry.parts if end is None or p.first_step is None or p.first_step < end
+        )
         self._commit(entry.kind, parts, entry.more)
 
-    def _adopt_part(self, part: Part, run: Path) -> Part:
+    def _adopt_part(self, part: Part, run: Path, end: int | None) -> Part:
         data = read_inside(run, run / part.path)
         if hashlib.sha256(data).hexdigest() != part.sha256:
             raise LedgerError(f"{run / part.path} is damaged; run `inrun verify` and `inrun repair` first")
+        if end is not None and part.last_step is not None and part.last_step >= end:
+            return self._write_part(part.table, complete_rows(parse_part(data), end))
         name = name_of_part(part.table, self.rank, self._manifest.count)
         self._guarded(lambda: write_durably(self._files, self.path / name, data))
         return Part(name, part.rows, part.nbytes, part.sha256, part.first_step, part.last_step)
 
     def mark(self) -> dict[str, Any]:
-        """Flush, and return the position to save with the model's checkpoint (plain data)."""
+        """Flush, and return the position to save with the model's checkpoint (plain data).
+
+        Where several ranks write, all of them call it after the same step; then the mark of any of them is a mark for all. Save the
+        checkpoint when every rank's call has returned.
+        """
         self.flush()
         last = self._manifest.count - 1
         self._marked = self._at_step
@@ -324,6 +342,7 @@ class Ledger(LedgerReader):
             "record": last,
             "hash": self._manifest.last_hash,
             "step": self._at_step,
+            **({"world": self.world} if self.world > 1 else {}),
         }
 
     def register_samples(self, data: Any, *, text_preview: int = 400) -> int:
@@ -390,11 +409,3 @@ class Ledger(LedgerReader):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         """Close; after an exception, too, what was written counts."""
         self.close()
-
-
-def _wait_for(path: Path, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > until:
-            raise LedgerError(f"{path} did not appear within {seconds:.0f} s; rank 0 makes it")
-        time.sleep(0.05)

@@ -22,15 +22,18 @@ import msgspec
 import torch
 
 from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, CreditError, TrainingError
 from inrun.ledger import StepRecord
 from inrun.ledger.record import SettledCredits
 from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
 from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of
-from inrun.training.loop import Training, lr_at, validation_loss
+from inrun.training.loop import Training, lr_at
 from inrun.training.order import Ids
 from inrun.training.prepare import Held
+from inrun.training.processes import Job
+from inrun.training.validation import validation_loss
 
 log = logging.getLogger("inrun")
 #: Called with steps done and steps in all.
@@ -161,7 +164,7 @@ class Replayer:
         losses = {}
         for name in sets:
             held = source.data.validation[name]
-            losses[name] = validation_loss(_InTurns(**vars(held), every=options["refresh"]), source.config.device)
+            losses[name] = validation_loss(_InTurns(**vars(held), every=options["refresh"]), Job(Processes(), source.config.device))
         audit = source.config.scoring.audit_every if look.mode == "exact" else 0  # elsewhere the books would not be the run's
         self.accountant = Accountant(
             self.training.model, self.training.optimizer, losses, audit_every=audit, ledger=self.relay, **options

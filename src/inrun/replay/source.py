@@ -172,9 +172,12 @@ def _by_label(rows: pa.Table, value: str) -> dict[str, dict[int, tuple[Ids, Floa
 
 
 def _by_step(rows: pa.Table, value: str) -> dict[int, tuple[Ids, Floats]]:
-    """Split the rows of one label by step; within a step they stay in the order written, which is that of the batch."""
+    """Split the rows of one label by step, in the order of the batch: that in which they were written, rank by rank.
+
+    Credits say their row: windows that go on with another number of processes are settled in another order.
+    """
     steps = rows["step"].to_numpy()
-    order = np.argsort(steps, kind="stable")
+    order = np.lexsort((rows["row"].to_numpy(), steps)) if "row" in rows.column_names else np.argsort(steps, kind="stable")
     numbers, starts = np.unique(steps[order], return_index=True)
     ids = np.split(rows["sample_id"].to_numpy()[order], starts[1:])
     values = np.split(rows[value].to_numpy()[order], starts[1:])

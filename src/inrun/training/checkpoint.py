@@ -5,6 +5,8 @@
     checkpoints/step-00000200/model.safetensors, optimizer.safetensors, random.safetensors, credit.safetensors, state.json
 
 ``credit.safetensors`` is there under whole credit alone: the windows that are open, without which samples' later pay would be lost.
+Of several processes rank 0 writes what is the same on all, and each other one its own ``random-r1.safetensors`` and
+``credit-r1.safetensors``; any number of processes can go on from them.
 A checkpoint is written aside, synced and renamed, so that it is whole or absent; ``state.json`` has the digests of the others.
 """
 
@@ -26,14 +28,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from inrun.engine.processes import Processes
 from inrun.errors import TrainingError
 from inrun.files import Files, put_folder
 
 log = logging.getLogger("inrun")
 VERSION = 1
+_OWN = re.compile(r"(credit|random)(-r[1-9][0-9]*)?\.safetensors")
 _NAME = re.compile(r"step-(\d{8,})")
-_FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors")
-CREDIT = "credit.safetensors"
+RANDOM, CREDIT = "random.safetensors", "credit.safetensors"
+_FILES = ("model.safetensors", "optimizer.safetensors", RANDOM)
+_ALONE = Processes()
 
 
 @dataclass(frozen=True)
@@ -67,23 +72,42 @@ class Checkpoint:
         groups = [{k: _like(v, now.get(k)) for k, v in g.items()} for g, now in zip(saved["groups"], mine, strict=True)]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def load_random(self) -> None:
-        """Put back the state of torch's random numbers."""
-        states = load_file(str(self.folder / "random.safetensors"))
+    def load_random(self, rank: int = 0) -> None:
+        """Put back the state of torch's random numbers of a rank; a rank that was not there draws its own."""
+        if _of_rank(RANDOM, rank) not in self.state["files"]:
+            torch.manual_seed(1_000_003 * rank + self.step)
+            return
+        states = load_file(str(self.folder / _of_rank(RANDOM, rank)))
         torch.set_rng_state(states["cpu"])
         for name, state in states.items():
             if name.startswith("cuda") and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state, int(name[4:]))
 
-    def accountant_state(self) -> dict[str, Any]:
-        """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any."""
-        state = dict(self.state["accountant"])
-        windows = state.pop("credit", None)
-        if windows is None or CREDIT not in self.state["files"]:
+    @property
+    def world(self) -> int:
+        """Return how many processes wrote it."""
+        return 1 + len(self.state.get("accountants", ()))
+
+    def accountant_state(self, rank: int = 0, world: int = 1) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any.
+
+        That is the state of a rank, or those of all ranks where their number is another now.
+        """
+        return self._state_of(rank) if world == self.world else [self._state_of(r) for r in range(self.world)]
+
+    def _state_of(self, rank: int) -> dict[str, Any]:
+        state = dict(self.state["accountants"][rank - 1] if rank else self.state["accountant"])
+        windows, file = state.pop("credit", None), _of_rank(CREDIT, rank)
+        if windows is None or file not in self.state["files"]:
             return state
         # Copies, where torch puts its own tensors: products of tensors that lie in the file itself are rounded in another way.
-        tensors = {name: x.clone() for name, x in load_file(str(self.folder / CREDIT)).items()}
+        tensors = {name: x.clone() for name, x in load_file(str(self.folder / file)).items()}
         return {**state, "credit": {**windows, "tensors": tensors}}
+
+
+def _of_rank(name: str, rank: int) -> str:
+    """Return the name of a rank's own file: ``random-r1.safetensors``; rank 0 has the plain one."""
+    return name.replace(".", f"-r{rank}.", 1) if rank else name
 
 
 def _like(value: Any, now: Any) -> Any:
@@ -97,8 +121,9 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     more: dict[str, Any],
     accountant: dict[str, Any] | None = None,
+    processes: Processes = _ALONE,
 ) -> Path:
-    """Write the state before step ``step``.
+    """Write the state before step ``step``; of several processes on all of them, and it is there when all have their part in it.
 
     Args:
         run: Folder of the run.
@@ -107,36 +132,62 @@ def save_checkpoint(
         optimizer: Its state and options are saved.
         more: Plain data that :class:`Checkpoint` gives back in ``state``.
         accountant: What an accountant's ``state_dict()`` returned; None without scores.
+        processes: Those that train together.
     """
     home = run / "checkpoints"
-    home.mkdir(parents=True, exist_ok=True)
-    aside, final = home / f".step-{step:08d}.part", home / f"step-{step:08d}"
-    if aside.exists():
-        shutil.rmtree(aside)
+    aside, final = home / f".step-{step:08d}.part", folder_of(run, step)
+    first = processes.rank == 0
     try:
-        aside.mkdir()
-        weights, tied = _split_weights(model)
-        save_file(weights, str(aside / "model.safetensors"), metadata={"format": "pt"})
-        if hasattr(getattr(model, "config", None), "save_pretrained"):  # so that transformers can load a checkpoint
-            model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
-        tensors, saved = _split_optimizer(optimizer)
-        save_file(tensors, str(aside / "optimizer.safetensors"))
-        save_file(_random_states(), str(aside / "random.safetensors"))
-        books, windows = _split_accountant(accountant)
-        if windows is not None:
-            save_file(windows, str(aside / CREDIT))
-        digests = {name: _digest(aside / name) for name in (*_FILES, *([] if windows is None else [CREDIT]))}
-        state = {"version": VERSION, "step": step, "files": digests, "tied": tied, "optimizer": saved, "accountant": books, **more}
-        (aside / "state.json").write_text(json.dumps(state, allow_nan=True), "utf-8")
-        disk = Files()
-        for file in aside.iterdir():
-            disk.sync(file)
-        if final.exists():  # written before a kill, from the same state
-            _discard(final)
-        put_folder(disk, aside, final)
+        with processes.together("the checkpoint's folder", step):
+            if first:
+                home.mkdir(parents=True, exist_ok=True)
+                if aside.exists():
+                    shutil.rmtree(aside)
+                aside.mkdir()
+        with processes.together("the checkpoint's parts", step):
+            books, own = _write_own(aside, accountant, processes.rank)
+        told = processes.tell((books, own))
+        with processes.together("the checkpoint", step):
+            if first:
+                digests = {name: digest for _, files in told for name, digest in files.items()}
+                state = {"version": VERSION, "step": step, "accountant": books, **more}
+                if processes.several:
+                    state["accountants"] = [books for books, _ in told[1:]]
+                _write_shared(aside, model, optimizer, state, digests)
+                if final.exists():  # written before a kill, from the same state
+                    _discard(final)
+                put_folder(Files(), aside, final)
     except (OSError, SafetensorError) as error:
         raise TrainingError(f"the checkpoint {final} cannot be written: {error}. Free space, then go on with --resume") from error
     return final
+
+
+def _write_own(folder: Path, accountant: dict[str, Any] | None, rank: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """Write what is a rank's own, durably; return the plain rest of an accountant's state, and the digests of the files."""
+    books, windows = _split_accountant(accountant)
+    written = {_of_rank(RANDOM, rank): _random_states()} | ({} if windows is None else {_of_rank(CREDIT, rank): windows})
+    for name, tensors in written.items():
+        save_file(tensors, str(folder / name))
+        Files().sync(folder / name)
+    return books, {name: _digest(folder / name) for name in written}
+
+
+def _write_shared(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], digests: dict[str, str]
+) -> None:
+    """Write weights and optimizer and, last, what is in the folder."""
+    weights, tied = _split_weights(model)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    if hasattr(getattr(model, "config", None), "save_pretrained"):  # so that transformers can load a checkpoint
+        model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+    tensors, saved = _split_optimizer(optimizer)
+    save_file(tensors, str(folder / "optimizer.safetensors"))
+    digests = {name: _digest(folder / name) for name in _FILES if name != RANDOM} | digests
+    described = {**state, "files": digests, "tied": tied, "optimizer": saved}
+    (folder / "state.json").write_text(json.dumps(described, allow_nan=True), "utf-8")
+    disk = Files()
+    for file in folder.iterdir():
+        disk.sync(file)
 
 
 def _split_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -189,6 +240,11 @@ def _random_states() -> dict[str, Tensor]:
     return states
 
 
+def folder_of(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint before a step."""
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
 def checkpoints_of(run: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, oldest first."""
     home = run / "checkpoints"
@@ -205,7 +261,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         version, step, digests = state["version"], int(state["step"]), state["files"]
         if version != VERSION:
             raise TrainingError(f"{folder} has version {version!r}; this inrun reads {VERSION}")
-        for name in (*_FILES, *([CREDIT] if CREDIT in digests else [])):
+        for name in {*_FILES, *(name for name in digests if _OWN.fullmatch(name))}:
             if _digest(folder / name) != digests[name]:
                 raise TrainingError(f"{folder / name} is damaged: its digest is not the one it was saved with")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

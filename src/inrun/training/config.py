@@ -163,13 +163,21 @@ class Logging(Part, frozen=True):
     wandb: bool = False
 
 
+class Distributed(Part, frozen=True):
+    """How several processes share the work (torchrun); nothing for one."""
+
+    #: "ddp": every process has the whole model; "auto" is that.
+    mode: Literal["auto", "ddp"] = "auto"
+    #: Seconds after which a process that does not answer is given up.
+    timeout: Annotated[float, Meta(gt=0, le=1e6)] = 600.0
+
+
 class Later(Part, frozen=True):
     """Room for what is not built yet; anything but these values is refused by name."""
 
     dtype: Literal["float32"] = "float32"
     compile: Literal[False] = False
     activation_checkpointing: Literal[False] = False
-    processes: Literal[1] = 1
 
 
 class TrainConfig(Part, frozen=True):
@@ -191,6 +199,7 @@ class TrainConfig(Part, frozen=True):
     scoring: Scoring = Scoring()
     checkpoints: Checkpoints = Checkpoints()
     logging: Logging = Logging()
+    distributed: Distributed = Distributed()
     later: Later = Later()
 
     def as_yaml(self) -> str:
@@ -217,6 +226,9 @@ def load_config(file: str | Path | None, overrides: Sequence[str] = ()) -> Train
 
 def make_config(given: Mapping[str, Any]) -> TrainConfig:
     """Check plain data and return it as a configuration."""
+    later = given.get("later")
+    if isinstance(later, dict) and later.get("processes") == 1:  # runs from before there could be several say so
+        given = {**given, "later": {name: value for name, value in later.items() if name != "processes"}}
     try:
         # Not strict: YAML 1.1 reads 6e-4 as a text.
         config = msgspec.convert(given, TrainConfig, strict=False)

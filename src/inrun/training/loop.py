@@ -20,18 +20,21 @@ import torch
 from torch import Tensor
 
 from inrun.engine import Accountant
-from inrun.engine.fold import folds
+from inrun.engine.processes import Processes
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.ledger.labels import set_of
 from inrun.ledger.record import SettledCredits
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
-from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses
+from inrun.training.loss import PADDING, token_losses
 from inrun.training.metrics import Metrics
 from inrun.training.models import build_model, decay_groups, describe_model
 from inrun.training.order import Ids, Order
-from inrun.training.prepare import Held, Prepared
+from inrun.training.prepare import Prepared
+from inrun.training.processes import Job
+from inrun.training.timing import Timer
+from inrun.training.validation import validation_loss
 
 log = logging.getLogger("inrun")
 
@@ -73,13 +76,6 @@ def lr_at(step: int, config: TrainConfig) -> float:
     return o.final_lr + 0.5 * (o.lr - o.final_lr) * (1.0 + math.cos(math.pi * share))
 
 
-def validation_loss(held: Held, device: str) -> Any:
-    """Return the loss of a validation set as the accountant takes it: of the model and the step."""
-    if held.settings.folds > 1:
-        return folds(lambda model, step: row_losses(model, held.rows(step, device)), held.settings.folds)
-    return lambda model, step: next_token_loss(model, held.rows(step, device))
-
-
 def mean_of_folds(credits: Mapping[str, Any]) -> dict[str, Any]:
     """Return settled credits by validation set: of one in folds their mean."""
     by_set: dict[str, list[Any]] = {}
@@ -95,12 +91,14 @@ class Training:
         config: What to do.
         data: Its data; see :func:`inrun.training.prepare.prepare`.
         checkpoint: Where to go on; None begins.
+        job: The processes that train together; None is one alone.
     """
 
-    def __init__(self, config: TrainConfig, data: Prepared, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(self, config: TrainConfig, data: Prepared, checkpoint: Checkpoint | None = None, job: Job | None = None) -> None:
         """Make model, optimizer and accountant, and put them where the checkpoint stands."""
         self.config, self.data, self.run = config, data, Path(config.run)
-        self.device = config.device
+        self.job = Job(Processes(), config.device) if job is None else job
+        self.device = self.job.device
         self.step, self.skipped = (0, 0) if checkpoint is None else (checkpoint.step, int(checkpoint.state["skipped"]))
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, data.tokenizer.vocab_size).to(self.device)
@@ -114,14 +112,26 @@ class Training:
         if checkpoint is not None:
             checkpoint.load_model(self.model)
             checkpoint.load_optimizer(self.optimizer)
-            self.totals |= {name: np.array(values) for name, values in checkpoint.state["totals"].items()}
+            if self.job.is_first:  # totals are those of all processes
+                self.totals |= {name: np.array(values) for name, values in checkpoint.state["totals"].items()}
         self.model.train()
+        #: What is called in training.
+        self.called = self._wrapped()
         self.accountant = self._account(checkpoint) if config.scoring.enabled else None
         if checkpoint is not None:
-            checkpoint.load_random()  # last: making a model draws random numbers
+            checkpoint.load_random(self.job.rank)  # last: making a model draws random numbers
+        elif self.job.rank > 0:  # dropout must not be the same on all ranks; weights are, by now
+            torch.manual_seed(config.seed + 1_000_003 * self.job.rank)
         self.status = Status(self.step, config.steps)
         #: Whether all steps are done and the last checkpoint is written.
         self.finished = False
+
+    def _wrapped(self) -> torch.nn.Module:
+        """Return the model as it is called: by several processes in DistributedDataParallel, which averages gradients."""
+        if self.job.world == 1:
+            return self.model
+        device = torch.device(self.device)
+        return torch.nn.parallel.DistributedDataParallel(self.model, device_ids=[device] if device.type == "cuda" else None)
 
     def _domains(self) -> tuple[Any, list[str]]:
         """Return a function from sample ids to domain codes (the last code: none), and the names."""
@@ -133,9 +143,9 @@ class Training:
         ledger = self._ledger(checkpoint)
         try:
             accountant = Accountant(
-                self.model,
+                self.called,
                 self.optimizer,
-                {name: validation_loss(held, self.device) for name, held in self.data.validation.items()},
+                {name: validation_loss(held, self.job) for name, held in self.data.validation.items()},
                 method=s.method,
                 update=s.update,
                 credit=s.credit,
@@ -156,10 +166,10 @@ class Training:
         books = accountant.ledger
         assert isinstance(books, Ledger)
         try:
-            if not books.has_samples:
+            if self.job.is_first and not books.has_samples:
                 self.data.register(books)
             if checkpoint is not None:
-                accountant.load_state_dict(checkpoint.accountant_state())
+                accountant.load_state_dict(checkpoint.accountant_state(self.job.rank, self.job.world))
         except BaseException:
             accountant.close(settle=False)
             books.close()
@@ -168,7 +178,9 @@ class Training:
 
     def _ledger(self, checkpoint: Checkpoint | None) -> Ledger | None:
         """Go on with the books that belong to a checkpoint; None begins new ones."""
-        return None if checkpoint is None else Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"])
+        if checkpoint is None:
+            return None
+        return Ledger.resume(self.run, checkpoint.state["accountant"]["ledger"], rank=self.job.rank, world=self.job.world)
 
     def _about(self) -> dict[str, Any]:
         shape, size = describe_model(self.model), sum(p.numel() for p in self.model.parameters())
@@ -200,15 +212,28 @@ class Training:
             group["lr"] = lr
 
     def backward(self, ids: Ids, rows: Tensor, observe: Any) -> float:
-        """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens."""
-        total, parts = (rows[:, 1:] != PADDING).sum(), self.config.batch.accumulation
+        """Run forward and backward, microbatch by microbatch; return the mean loss of the step's tokens.
+
+        Of several processes each runs its own rows, and returns its part of the loss. The gradient is the mean over processes, so
+        that each takes its losses world times: together they are the mean over all tokens, however many each has.
+        """
+        total, parts, world = self._targets(rows), self.config.batch.accumulation, self.job.world
         loss = 0.0
-        for some, part in zip(np.array_split(ids, parts), rows.chunk(parts), strict=True):
-            with observe.microbatch(some) if observe is not None else contextlib.nullcontext():
-                share = token_losses(self.model, part)[0].sum() / total
-                share.backward()
+        for place, (some, part) in enumerate(zip(np.array_split(ids, parts), rows.tensor_split(parts), strict=True)):
+            with (
+                observe.microbatch(some) if observe is not None else contextlib.nullcontext(),
+                contextlib.nullcontext() if world == 1 or place == parts - 1 else self.called.no_sync(),  # type: ignore[operator]
+            ):
+                share = token_losses(self.called, part)[0].sum() / total
+                (share * world if world > 1 else share).backward()
                 loss += float(share.detach())
         return loss
+
+    def _targets(self, rows: Tensor) -> Tensor | int:
+        """Return how many tokens of the step are predicted, on all processes: every one knows the samples of the global batch."""
+        if self.job.world == 1:
+            return (rows[:, 1:] != PADDING).sum()
+        return int((self.data.chunks.lengths(self.order.batch(self.step)) - 1).sum())
 
     def clip(self) -> float:
         """Clip the gradient as the recipe says; return its norm before."""
@@ -217,12 +242,14 @@ class Training:
 
     def take_step(self) -> float:
         """Take one optimizer step; return its training loss."""
-        ids = self.order.batch(self.step)
+        ids = self.job.part(self.order.batch(self.step))
         rows = self.data.sample_tokens(ids, self.device)
         self.status.lr = lr_at(self.step, self.config)
         self.set_lr(self.status.lr)
         with contextlib.nullcontext() if self.accountant is None else self.accountant.step() as observe:
             loss = self.backward(ids, rows, observe)
+            if self.job.world > 1:
+                loss = float(self.job.sum("loss", loss))
             norm = self.clip()
             finite = math.isfinite(norm) and math.isfinite(loss)
             if finite:
@@ -273,7 +300,13 @@ class Training:
         found = {name: values.copy() for name, values in self.totals.items()}
         if self.accountant is not None:
             self._add_settled(found, self.accountant.open_credits())
-        return found
+        return self._of_all(found)
+
+    def _of_all(self, totals: dict[str, Any]) -> dict[str, Any]:
+        """Add totals up over processes."""
+        if self.job.world == 1:
+            return totals
+        return {name: self.job.sum("totals", values).numpy() for name, values in totals.items()}
 
     # Around steps
 
@@ -287,8 +320,12 @@ class Training:
                 found = {}
                 for name, held in self.data.validation.items():
                     rows = held.evaluation_rows(self.config.logging.evaluate_rows, self.device)
-                    sums = [token_losses(self.model, part) for part in rows.split(self.config.batch.size)]
-                    found[name] = float(sum(s.sum() for s, _ in sums) / sum(n.sum() for _, n in sums))
+                    rows = rows.tensor_split(self.job.world)[self.job.rank]
+                    sums = [token_losses(self.model, part) for part in rows.split(self.config.batch.size) if len(part)]
+                    loss, targets = (sum((x[j].sum() for x in sums), torch.zeros(())) for j in range(2))
+                    if self.job.world > 1:
+                        loss, targets = self.job.sum("evaluation", [float(loss), float(targets)])
+                    found[name] = float(loss / targets)
                 return found
         finally:
             self.model.train(was)
@@ -297,7 +334,7 @@ class Training:
         """Time forward and backward of the coming batch without scores; gradients and random state stay as they are."""
         if self.accountant is None:
             return math.nan
-        ids = self.order.batch(self.step)
+        ids = self.job.part(self.order.batch(self.step))
         rows, best = self.data.sample_tokens(ids, self.device), math.inf
         with self.accountant.suspended(), torch.random.fork_rng():
             for _ in range(2):
@@ -313,27 +350,31 @@ class Training:
             "skipped": self.skipped,
             "data": self.data.chunks.store.fingerprint,
             "validation_data": self.data.validation_fingerprints,
-            "totals": {name: values.tolist() for name, values in self.totals.items()},
+            "totals": {name: values.tolist() for name, values in self._of_all(self.totals).items()},
             "model": describe_model(self.model),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
         books = None if self.accountant is None else self.accountant.state_dict()
-        written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more, books)
-        prune(self.run, self.step, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
+        written = save_checkpoint(self.run, self.step, self.model, self.optimizer, more, books, self.job.processes)
+        if self.job.is_first:
+            prune(self.run, self.step, self.config.checkpoints.keep, self.config.checkpoints.keep_every)
         return written
 
     def go(
         self,
-        metrics: Metrics,
+        metrics: Metrics | None,
         tell: Callable[[Status], None] = lambda status: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> Result:
-        """Train to the end, or until ``stop()``; a checkpoint is left behind either way."""
+        """Train to the end, or until ``stop()`` on any process; a checkpoint is left behind either way.
+
+        ``metrics`` is None on processes that write none.
+        """
         c, began, stopped = self.config, time.perf_counter(), False
         if self.step == 0 and (c.checkpoints.keep is None or c.checkpoints.keep_every):
             self.save()
-        timer, due = _Timer(c.batch.size), False
+        timer, due = Timer(c.batch.size), False
         while self.step < c.steps and not stopped:
             evaluated = self.step % c.logging.evaluate_every == 0
             if evaluated:
@@ -345,17 +386,20 @@ class Training:
             self.status.step = self.step
             self.status.samples_per_second, self.status.overhead = timer.samples_per_second, timer.overhead
             if evaluated or self.step % c.logging.every == 0 or self.step == c.steps:
-                metrics.write(self._row(evaluated))
+                row = self._row(evaluated)
+                if metrics is not None:
+                    metrics.write(row)
             tell(self.status)
             # A validation gradient that is reused would be taken afresh by a resumed run: save where it is fresh anyway.
             fresh, due = self.step % c.scoring.refresh == 0, due or self.step % c.checkpoints.every == 0
-            stopped = stop() and fresh
+            stopped = self.job.processes.agree("the wish to stop", self.step, stop()) and fresh
             if due and fresh and self.step < c.steps:
                 self.save()
                 due = False
         if self.step == c.steps:
             self.status.validation = self.evaluate()
-            metrics.write({"step": c.steps, "validation": self.status.validation})
+            if metrics is not None:
+                metrics.write({"step": c.steps, "validation": self.status.validation})
         self.save()  # with the windows that are open, so that a finished run can be made longer
         self.finished = self.step == c.steps
         tell(self.status)
@@ -371,31 +415,6 @@ class Training:
             names, totals = [*self.domains, "(none)"], self._totals_so_far()
             row["domains"] = {name: {names[i]: float(x) for i, x in enumerate(values) if x} for name, values in totals.items()}
         return row
-
-
-class _Timer:
-    """Times steps; the mean over the last few seconds is what people see."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch, self._plain, self._mean = batch, math.nan, math.nan
-
-    def compare_with(self, plain: float) -> None:
-        self._plain = plain
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self._mean = seconds if math.isnan(self._mean) else 0.9 * self._mean + 0.1 * seconds
-
-    @property
-    def samples_per_second(self) -> float:
-        return self._batch / self._mean
-
-    @property
-    def overhead(self) -> float:
-        return self._mean / self._plain - 1.0
 
 
 @contextlib.contextmanager

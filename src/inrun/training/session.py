@@ -17,17 +17,18 @@ from inrun.corpus.tokenizers import ABOUT
 from inrun.errors import ConfigurationError, TrainingError
 from inrun.files import Files, LockedError, alone, write_durably
 from inrun.ledger import Ledger
-from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
-from inrun.training.config import TrainConfig, load_config
+from inrun.training.checkpoint import Checkpoint, checkpoints_of, folder_of, read_checkpoint, whole_checkpoints
+from inrun.training.config import TrainConfig, load_config, make_config
 from inrun.training.loop import Result, Status, Training
 from inrun.training.metrics import Metrics
 from inrun.training.prepare import Prepared, prepare, tokenizer_of
+from inrun.training.processes import Job, job_of
 
 log = logging.getLogger("inrun")
 #: First line of the configurations that `inrun train` writes.
 HEAD = "# The resolved configuration of this run, written by `inrun train`.\n"
 #: Options that may differ when a run is resumed: they change neither weights nor scores of steps done.
-FREE = ("run", "device", "threads", "nonfinite", "steps", "logging", "checkpoints", "data.cache", "data.paths")
+FREE = ("run", "device", "threads", "nonfinite", "steps", "logging", "checkpoints", "distributed", "data.cache", "data.paths")
 
 
 def train(
@@ -48,8 +49,29 @@ def train(
         stop: Asked after every step; True ends the run with a checkpoint.
     """
     run = Path(config.run)
-    with _alone(run):
-        return _train(config, run, resume, reading, tell, stop)
+    with job_of(config) as job, contextlib.ExitStack() as stack:
+        prepared: list[Prepared] = []
+        told = job.processes.first_says(lambda: _open(config, run, resume, reading, job, stack, prepared))
+        return _train(make_config(told["config"]), run, told["step"], prepared, job, tell, stop)
+
+
+def _open(
+    config: TrainConfig,
+    run: Path,
+    resume: bool,
+    reading: Tell,
+    job: Job,
+    stack: contextlib.ExitStack,
+    prepared: list[Prepared],
+) -> dict[str, Any]:
+    """Do what is done once, by the first process: lock the folder, begin or find the run, and tokenise what is not yet."""
+    stack.enter_context(_alone(run))
+    config = _as_begun(config, run) if resume else config
+    checkpoint = _begin(config, run, resume)
+    _check_device(job.device)
+    prepared.append(prepare(config, tokenizer_of(config, run), reading))
+    _check_data(checkpoint, prepared[0])
+    return {"config": msgspec.to_builtins(config), "step": None if checkpoint is None else checkpoint.step}
 
 
 @contextlib.contextmanager
@@ -67,19 +89,26 @@ def _alone(run: Path) -> Iterator[None]:
 
 
 def _train(
-    config: TrainConfig, run: Path, resume: bool, reading: Tell, tell: Callable[[Status], None], stop: Callable[[], bool]
+    config: TrainConfig,
+    run: Path,
+    step: int | None,
+    prepared: list[Prepared],
+    job: Job,
+    tell: Callable[[Status], None],
+    stop: Callable[[], bool],
 ) -> Result:
-    config = _as_begun(config, run) if resume else config
-    checkpoint = _begin(config, run, resume)
+    """Train as one of the processes, from a checkpoint if there is one; ``prepared`` holds the data where they are at hand."""
+    checkpoint = None if step is None else read_checkpoint(folder_of(run, step))
     if config.threads:
         torch.set_num_threads(config.threads)
-    _check_device(config.device)
+    _check_device(job.device)
     with contextlib.ExitStack() as stack:
-        metrics = Metrics(run, checkpoint.step if checkpoint else 0, config.logging.tensorboard, config.logging.wandb)
-        stack.callback(metrics.close)
-        data = prepare(config, tokenizer_of(config, run), reading)
-        _check_data(checkpoint, data)
-        training = Training(config, data, checkpoint)
+        metrics = None
+        if job.is_first:
+            metrics = Metrics(run, checkpoint.step if checkpoint else 0, config.logging.tensorboard, config.logging.wandb)
+            stack.callback(metrics.close)
+        data = prepared[0] if prepared else prepare(config, tokenizer_of(config, run))
+        training = Training(config, data, checkpoint, job)
         stack.callback(training.close)
         return training.go(metrics, tell, stop)
 

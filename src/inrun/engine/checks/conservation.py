@@ -38,6 +38,17 @@ def inner(gradient: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return products.double(), scale.double()
 
 
+def products_with(gradient: Tensor, v: Tensor) -> Tensor:
+    """Return ⟨G, v_k⟩, ‖G‖² and ‖v_k‖², ``[k + 1 + k]``, in double precision on the host: sums over entries."""
+    flat, directions = gradient.detach().reshape(-1), v.reshape(v.shape[0], -1)
+    products = directions @ flat.to(directions.dtype)
+    squares = [
+        torch.linalg.vector_norm(flat).double().square().view(1),
+        torch.linalg.vector_norm(directions, dim=1).double().square(),
+    ]
+    return torch.cat([products.double(), *squares]).cpu()
+
+
 def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
     """Return the machine precision in which a parameter's gradient is computed."""
     own = max(torch.finfo(s.parameter.dtype).eps, torch.finfo(coarse).eps if coarse else 0.0)

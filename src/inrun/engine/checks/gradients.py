@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.sites import Scored
+from inrun.engine.processes import Processes
+from inrun.engine.sites import Scored, local
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
-from inrun.torch_private import current_backward, foreign_gradient_hooks, version_of
+from inrun.torch_private import at_end_of_backward, current_backward, foreign_gradient_hooks, version_of
 
 SKETCH = 8
 #: Entries whose squares are added up at a time, and up to how many that is done in one go.
@@ -43,8 +44,14 @@ class Seen:
     sketch: Tensor
 
     def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
-        """Whether this very tensor is still there and was written to just so often."""
-        return gradient is self.gradient and version_of(gradient) == self.version + writes
+        """Whether this very tensor is still there and was written to just so often.
+
+        A part of a larger tensor (a view of one of DDP's buckets) shares the count with all others: it tells nothing.
+        """
+        if gradient is None or gradient is not self.gradient:
+            return False
+        here: Tensor = local(gradient)
+        return here._is_view() or version_of(here) == self.version + writes
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -74,7 +81,7 @@ def sketch_of(gradient: Tensor) -> Tensor:
 
 def _sketches_agree(seen: list[tuple[Scored, Seen]]) -> bool:
     """Whether the first entries are what they were, and not all 0: a loss scaler's kernel does not count its writes."""
-    now = torch.cat([s.parameter.grad.reshape(-1)[:SKETCH] for s, _ in seen if s.parameter.grad is not None])
+    now = torch.cat([g.reshape(-1)[:SKETCH] for s, _ in seen if (g := s.gradient) is not None])
     then = torch.cat([note.sketch for _, note in seen])
     return torch.equal(now, then) and bool((then != 0).any())
 
@@ -88,11 +95,23 @@ def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: flo
     return sums[0], sums[1]
 
 
+def _look(gradient: Tensor) -> Seen:
+    here = local(gradient)
+    return Seen(gradient, version_of(here), norm_of(here), sketch_of(here))
+
+
 class GradientWatch:
     """What happens to the gradients of the scored parameters in one step; told by hooks that the engine keeps on them."""
 
-    def __init__(self, scored: list[Scored]) -> None:
-        """Look at the gradients as they stand before the step's first backward."""
+    def __init__(self, scored: list[Scored], processes: Processes | None = None) -> None:
+        """Look at the gradients as they stand before the step's first backward.
+
+        Those that are averaged over processes are so before a backward is over: they are measured then.
+        """
+        self.processes = processes or Processes()
+        self.reduced = self.processes.several
+        #: Of several processes: gradients that stood after a backward in which they did not arrive here.
+        self._elsewhere: dict[nn.Parameter, Seen] = {}
         self.names = {s.parameter: s.name for s in scored}
         self.seen: dict[nn.Parameter, Seen] = {}
         #: Backwards in which a parameter received gradient.
@@ -117,27 +136,47 @@ class GradientWatch:
                 return
             self.before.pop(parameter, None)  # torch.autograd.grad calls this too, and zero_grad may have come since
             if parameter.grad is not None:
-                self.before[parameter] = norm_of(parameter.grad)
+                self.before[parameter] = norm_of(local(parameter.grad))
 
         return hook
 
     @torch.no_grad()
-    def arrive(self, parameter: nn.Parameter) -> None:
-        """Note a gradient right after it was accumulated."""
+    def arrive(self, parameter: nn.Parameter, measure: bool = False) -> None:
+        """Note a gradient right after it was accumulated; where it will be reduced, measure it then, unless told to now."""
         gradient = parameter.grad
         if gradient is None:
             return
         backward = current_backward()
         if backward != self._latest:
             self._latest = backward
+            if self.reduced:
+                at_end_of_backward(self._measure_reduced)
             _check_autocast(parameter.device.type)
         self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
-        if before is not None and not before.untouched(gradient, writes=1):
+        # DDP lays its buckets out anew after the first backward: a view of one is another tensor then, with the same content.
+        in_bucket = self.reduced and local(gradient)._is_view()
+        if before is not None and not in_bucket and not before.untouched(gradient, writes=1):
             self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
-        self.seen[parameter] = Seen(gradient, version_of(gradient), norm_of(gradient), sketch_of(gradient))
+        if measure or not self.reduced:
+            self.seen[parameter] = _look(gradient)
+
+    @torch.no_grad()
+    def _measure_reduced(self) -> None:
+        """At the end of a backward, when gradients are what all processes use."""
+        for p in self.names:
+            if p.grad is not None:
+                (self.seen if p in self.backwards else self._elsewhere)[p] = _look(p.grad)
+
+    def take_reduced(self, scored: list[Scored], processes: Processes) -> None:
+        """Take gradients into account that arrived on other processes only, of samples there."""
+        came = torch.tensor([s.parameter in self.backwards for s in scored], dtype=torch.int32)
+        somewhere = processes.summed("small", came)
+        for s, count in zip(scored, somewhere.tolist(), strict=True):
+            if count and s.parameter not in self.seen and s.parameter in self._elsewhere:
+                self.seen[s.parameter] = self._elsewhere[s.parameter]
 
     def settle(self) -> None:
         """From now on an optimizer has stepped: more gradient comes too late."""
@@ -182,7 +221,7 @@ class GradientWatch:
         norms = dict(self.before)
         for s in moving:
             if s.parameter not in self.seen and s.parameter.grad is not None:
-                norms[s.parameter] = norm_of(s.parameter.grad)
+                norms[s.parameter] = norm_of(local(s.parameter.grad))
         if not norms:
             return
         nonzero = (torch.stack([x.double() for x in norms.values()]) != 0).tolist()
@@ -206,11 +245,15 @@ class GradientWatch:
         if gone:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
         before = torch.stack([note.norm for _, note in seen]).double()
-        grads = [s.parameter.grad for s, _ in seen if s.parameter.grad is not None]
+        grads = [g for s, _ in seen if (g := s.gradient) is not None]
         after = torch.stack([norm_of(g) for g in grads]).double()
         b, a = torch.stack([before, after]).cpu()
         # Writes through .data, and those of a loss scaler's kernel, are not counted: look at all of it.
-        if torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen):
+        same = torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen)
+        if self.processes.sharded:
+            squares = self.processes.joined(torch.cat([b.square(), a.square(), b.new_tensor([float(not same)])]))
+            same, (b, a) = float(squares[-1]) == 0.0, squares[:-1].sqrt().chunk(2)
+        if same:
             return 1.0
         total = b.norm()
         if not torch.isfinite(total) or total == 0:
@@ -221,7 +264,7 @@ class GradientWatch:
         off = (a - c * b).abs() > tolerance * c * b + 1e-30
         turned, first = _sketch_distances(grads, [note.sketch for _, note in seen], c)
         off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
-        bad = torch.nonzero(off).flatten().tolist()
+        bad = torch.nonzero(self.processes.joined(off.to(torch.int32))).flatten().tolist()
         if bad and not strict:
             return None
         if bad:

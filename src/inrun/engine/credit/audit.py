@@ -18,6 +18,7 @@ from inrun.engine.credit.exact_store import ExactEntry, ExactStore
 from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.sketch_store import SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
 
@@ -33,8 +34,6 @@ class SketchAudit:
         self.sketcher = sketcher
         #: Σ_s a_s c_s Σ_n S g_n by parameter, ``[buckets]``.
         self.remembered: list[Tensor] = []
-        #: The rows that were looked at last, and what they push: asked for before the step, and after it.
-        self._last: tuple[SketchEntry, list[Tensor]] | None = None
 
     def restart(self, sketcher: Sketcher) -> None:
         """Nothing of any sample is remembered."""
@@ -47,8 +46,6 @@ class SketchAudit:
 
     def entering(self, entry: SketchEntry) -> list[Tensor]:
         """Return Σ_n S g_n of a step's rows, by parameter."""
-        if self._last is not None and self._last[0] is entry:
-            return self._last[1]
         sk = self.sketcher
         summed = entry.sketch.double().sum(0)
         found = [
@@ -59,8 +56,7 @@ class SketchAudit:
         for r in entry.rows:
             plan = sk.plans[r.parameter]
             found[r.parameter] += sk.folded(r.parameter, r.by_segment(plan.rows).view(1, -1), one)[0]
-        self._last = entry, [x.cpu() for x in found]
-        return self._last[1]
+        return [x.cpu() for x in found]
 
     def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:
         """Return the sketch of a whole tensor, ``[buckets]``."""
@@ -81,7 +77,7 @@ class SketchAudit:
         Raises:
             CreditError: They differ by more than rounding.
         """
-        entering = self.entering(entry)
+        entering = entry.entering
         off = size = 0.0
         worst: tuple[float, str] = (0.0, "")
         for i, m in move.moves.items():
@@ -91,7 +87,7 @@ class SketchAudit:
             if i in decays:
                 through = decays[i] * r.read
                 if m.entering_decay and r.direct:
-                    through = through + m.scored.parameter.detach().to(through.dtype) * (m.entering_decay * r.direct)
+                    through = through + m.scored.weight.to(through.dtype) * (m.entering_decay * r.direct)
                 real = real - self.of(i, through, weights)
             if i in inherited:
                 held, alpha = inherited[i]
@@ -111,7 +107,7 @@ class SketchAudit:
 
     def advance(self, move: WholeMove, entry: SketchEntry) -> None:
         """The step happened."""
-        entering, self._last = self.entering(entry), None
+        entering = entry.entering
         for i, m in move.moves.items():
             self.remembered[i] = self.remembered[i] * m.recall.keep + entering[i] * (m.factor * m.recall.enter)
 
@@ -137,25 +133,23 @@ class SketchAudit:
             self.remembered[i] = found
 
 
-def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int) -> None:
+def check_totals(
+    scored: list[Scored], move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int, processes: Processes
+) -> None:
     """On audited steps: the samples' gradients must add up to the gradient that is used, parameter by parameter.
 
     Raises:
         ConservationError: Some gradient flows through no sample's rows.
     """
     bad = []
-    audit = SketchAudit(store.sketcher) if isinstance(store, SketchStore) else None
-    entering = audit.entering(entry) if audit is not None and isinstance(store, SketchStore) else []
+    totals = _totals(move, entry, processes)
     for i, m in move.moves.items():
         used = m.scored.used_gradient.detach()
-        clip = abs(m.factor)
-        if isinstance(entry, ExactEntry):
-            shapes = [shape.total() for j, _, shape in entry.held if j == i]
-            real = used.double().cpu().reshape(-1)
-            mine = torch.stack(shapes).sum(0).double().reshape(-1) * clip if shapes else torch.zeros_like(real)
+        mine = totals[i] * abs(m.factor)
+        if isinstance(store, SketchStore):
+            real = SketchAudit(store.sketcher).of(i, used, store.weights_now)
         else:
-            assert audit is not None and isinstance(store, SketchStore)
-            mine, real = entering[i] * clip, audit.of(i, used, store.weights_now)
+            real = used.double().cpu().reshape(-1)
         if not bool(torch.isfinite(real).all()):
             continue
         exact = all(site.rule.exact for site, _ in m.scored.uses)
@@ -167,3 +161,16 @@ def check_totals(scored: list[Scored], move: WholeMove, entry: Any, store: Sketc
     if bad:
         named = ", ".join(f"{name} (off by {100 * off:.2g} %)" for name, off in bad[:5])
         raise ConservationError(f"at step {step} some gradient flows through no sample's rows: {named}. {USUAL_CAUSES}")
+
+
+def _totals(move: WholeMove, entry: Any, processes: Processes) -> dict[int, Tensor]:
+    """Return Σ_n g_n over the samples of all processes, before any factor, as they are kept: sketched, or whole."""
+    if not isinstance(entry, ExactEntry):
+        return {i: entry.entering[i] for i in move.moves}
+    found = {}
+    for i, m in move.moves.items():
+        shapes = [shape.total() for j, _, shape in entry.held if j == i]
+        none = torch.zeros(m.scored.parameter.numel(), dtype=torch.float64)
+        found[i] = torch.stack(shapes).sum(0).double().reshape(-1) if shapes else none
+    processes.sum_("conservation", list(found.values()))
+    return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from inrun.engine.credit.direction import Direction
 from inrun.engine.credit.memory import Numbers
 from inrun.engine.microbatch import Microbatch
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.layers import Formed, GradientShape
 
@@ -68,7 +69,7 @@ class ExactStore:
         """Keep the coming step's rows."""
         self.entries.append(entry)
 
-    def errors(self, count: int, columns: int) -> list[Tensor]:
+    def errors(self, count: int, columns: int, processes: Processes | None) -> list[Tensor]:
         """Return the errors of the oldest steps' rows, ``[n, k]`` each."""
         return [torch.zeros(e.n, columns, dtype=torch.float64) for e in self.entries[:count]]
 

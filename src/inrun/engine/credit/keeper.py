@@ -25,6 +25,7 @@ from inrun.engine.credit.payment import Open, Payment
 from inrun.engine.credit.sketch_store import SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits
@@ -43,9 +44,18 @@ MEASURED = 4
 class WholeCredit:
     """Everything that lasts over steps for whole credit."""
 
-    def __init__(self, scored: list[Scored], rules: list[UpdateRule], exact: bool, sketch: int | None, seed: int = 0) -> None:
-        """``sketch`` is the number of numbers per sample."""
+    def __init__(
+        self,
+        scored: list[Scored],
+        rules: list[UpdateRule],
+        exact: bool,
+        sketch: int | None,
+        seed: int = 0,
+        processes: Processes | None = None,
+    ) -> None:
+        """``sketch`` is the number of numbers per sample; every process keeps those of its own samples, by the same signs."""
         self.scored, self.rules, self.exact = scored, rules, exact
+        self.processes = processes or Processes()
         self.memory = PushMemory(len(scored))
         #: What gradients of every open step were multiplied by when they entered, ``[steps, parameters]``.
         self.factors = np.zeros((0, len(scored)))
@@ -103,9 +113,10 @@ class WholeCredit:
         self.begun = True
         self.decays = {}
         self.inherited = {}
-        for i, s in enumerate(self.scored):
-            held = self.rules[s.optimizer].remembered(s.state)
-            if held is not None and bool(torch.any(held != 0)):
+        found = [self.rules[s.optimizer].remembered(s.state) for s in self.scored]
+        some = torch.tensor([held is not None and bool(torch.any(held != 0)) for held in found], dtype=torch.int32)
+        for i, (held, count) in enumerate(zip(found, self.processes.joined(some).tolist(), strict=True)):
+            if held is not None and count:
                 self.inherited[i] = (held.detach().clone(), 1.0)
         if self.audit is not None and isinstance(self.store, SketchStore):
             self.audit.restart(self.store.sketcher)
@@ -117,6 +128,12 @@ class WholeCredit:
         if isinstance(self.store, SketchStore):
             return self.store.capture(microbatches, k, quietly)
         return self.store.capture(microbatches, quietly)
+
+    def add_up(self, entry: Any) -> None:
+        """Add the coming step's sketches up over samples and processes: what the audit follows."""
+        if self.audit is not None:
+            entry.entering = self.audit.entering(entry)
+            self.processes.sum_("sketch", entry.entering)
 
     @torch.no_grad()
     def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int, to_all: bool = True) -> Payment:
@@ -135,7 +152,7 @@ class WholeCredit:
             gradient = raw[i]
             assert gradient is not None
             if m.shrink != 0.0:
-                decay += m.shrink * _dots(gradient, m.scored.parameter.detach())
+                decay += m.shrink * _dots(gradient, m.scored.weight)
             d = whole[i] = move.direction(i, gradient)
             pace = m.realised.pace
             total += pace * _dots(d, m.realised.q)
@@ -148,6 +165,7 @@ class WholeCredit:
                 part = pace * m.recall.read * m.recall.keep * alpha * _dots(d, held)
                 inherited += part
                 total -= part
+        total, decay, inherited = self.processes.joined(torch.stack([total, decay, inherited]))
         paces = np.array([move.moves[i].realised.pace if i in whole else 0.0 for i in range(len(self.scored))])
         own = np.array([[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]])
         kappa = self.memory.look(move.recalls()) * np.vstack([self.factors, own]) * paces
@@ -155,13 +173,27 @@ class WholeCredit:
         if isinstance(entry, ExactEntry):
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
-            check_totals(self.scored, move, entry, self.store, step)
+            check_totals(self.scored, move, entry, self.store, step, self.processes)
         empty = torch.zeros(0, k, dtype=torch.float64)
         none, first = torch.zeros_like(total), self.owed.count
-        payment = Payment(move, direction, entry, kappa, paces, empty, first, none, self.to_all, total, decay, inherited)
+        books = (total, decay, inherited, none, none, none)
+        payment = Payment(move, direction, entry, kappa, paces, empty, first, none, self.to_all, *books)
         if to_all or self.pays_at_once or self.owed.count == 0:
             return self.to_all_rows(payment)
-        return replace(payment, parts=self.store.parts([*self.store.entries[first:], entry], kappa[first:], direction).cpu())
+        parts = self.store.parts([*self.store.entries[first:], entry], kappa[first:], direction).cpu()
+        return self._measured(replace(payment, parts=parts))
+
+    def _measured(self, payment: Payment) -> Payment:
+        """Add up what rows get, on all processes."""
+        sums = torch.stack([payment.parts.sum(0), payment.parts.abs().sum(0), payment.own.abs().sum(0)])
+        paid, absolute, own = self.processes.summed("whole credit", sums)
+        return replace(payment, paid=paid, paid_absolute=absolute, own_absolute=own)
+
+    def _with_rest(self, data: Tensor, parts: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what of ``data`` ``[k]`` is missing in the parts of all processes, and what each of our rows gets of it."""
+        given, whole = self.processes.summed("whole credit", torch.cat([parts.sum(0), sizes.sum().view(1)])).split([len(data), 1])
+        rest = data - given
+        return rest, split_rest(rest, sizes, float(whole))
 
     @property
     def pays_at_once(self) -> bool:
@@ -176,28 +208,32 @@ class WholeCredit:
         everyone = [*self.store.entries, payment.entry]
         parts = self.store.parts(everyone, payment.kappa, payment.direction).cpu()
         sizes = np.repeat(np.abs(payment.kappa).mean(1), [e.n for e in everyone])
-        rest = payment.data - parts.sum(0)
-        parts = parts + split_rest(rest, self.store.weights(everyone).cpu() * torch.from_numpy(sizes))
-        return replace(payment, parts=parts, first=0, rest=rest)
+        rest, shares = self._with_rest(payment.data, parts, self.store.weights(everyone).cpu() * torch.from_numpy(sizes))
+        return self._measured(replace(payment, parts=parts + shares, first=0, rest=rest))
 
     @torch.no_grad()
-    def _owed_parts(self) -> tuple[list[Tensor], Tensor]:
-        """Return what the rows of all open steps are to get of what is owed, and the block's rest that is spread in it."""
+    def _owed_parts(self, alone: bool = False) -> tuple[list[Tensor], Tensor]:
+        """Return what the rows of all open steps are to get of what is owed, and the block's rest that is spread in it.
+
+        ``alone`` asks no other process, and spreads nothing if there are others.
+        """
         owed = self.owed
         entries: list[Any] = list(self.store.entries)
         assert owed.rest is not None
         parts = self.store.parts(entries[: owed.count], owed.a, owed.direction()).cpu()
-        sizes = torch.from_numpy(np.repeat(owed.sizes, [e.n for e in entries]))
-        rest = owed.rest - parts.sum(0)
-        found = split_rest(rest, self.store.weights(entries).cpu() * sizes)
+        sizes = self.store.weights(entries).cpu() * torch.from_numpy(np.repeat(owed.sizes, [e.n for e in entries]))
+        if alone and self.processes.several:
+            rest, found = torch.zeros_like(owed.rest), torch.zeros(len(sizes), len(owed.rest), dtype=torch.float64)
+        else:
+            rest, found = self._with_rest(owed.rest, parts, sizes)
         found[: len(parts)] += parts
         return list(found.split([e.n for e in entries])), rest
 
     @torch.no_grad()
-    def pay_owed(self) -> None:
+    def pay_owed(self, alone: bool = False) -> None:
         """Pay what is owed, and begin a block."""
         if self.owed.steps:
-            parts, rest = self._owed_parts()
+            parts, rest = self._owed_parts(alone)
             self.spread = self.spread + rest
             for o, part in zip(self.open, parts, strict=True):
                 o.credit += part
@@ -212,7 +248,7 @@ class WholeCredit:
         """Return the part of q that is coupled weight decay; note its memory as it will be."""
         if m.entering_decay == 0.0 and i not in self.decays:
             return None
-        weight = m.scored.parameter.detach().to(m.realised.q.dtype) * m.entering_decay
+        weight = m.scored.weight.to(m.realised.q.dtype) * m.entering_decay
         if m.realised.entry is not None:
             weight = weight * m.realised.entry
         before = self.decays.get(i)
@@ -240,7 +276,7 @@ class WholeCredit:
             self.given, self.spread = self.given + payment.data, self.spread + payment.rest
             self._note(payment)
         own = torch.zeros(entry.n, k, dtype=torch.float64) if payment is None else payment.own.clone()
-        self.open.append(Open(step, ids, own))
+        self.open.append(Open(step, ids, own, self._row_numbers(entry.n)))
         self.factors = np.vstack(
             [self.factors, [[move.moves[i].factor if i in move.moves else 0.0 for i in range(len(self.scored))]]]
         )
@@ -251,7 +287,7 @@ class WholeCredit:
         if payment is not None and payment.first:
             assert isinstance(self.store, SketchStore)
             by = self.store.sketchers_of(self.store.entries[: payment.first])
-            rest = payment.data - payment.parts.sum(0)
+            rest = payment.data - payment.paid
             self.owed.add(recalls, payment.paces, payment.direction, payment.kappa, rest, by)
         self.inherited = {
             i: (held, alpha * (move.moves[i].recall.keep if i in move.moves else 1.0))
@@ -266,7 +302,7 @@ class WholeCredit:
         if payment is not None and payment.first and self.owed.steps < BLOCK:
             return []  # uses are settled when a block has paid
         if payment is not None and not payment.first:
-            own = payment.own.abs().sum(0)
+            own = payment.own_absolute
             self.to_all = torch.where(own > 0, payment.spread / torch.where(own > 0, own, 1.0), 1.0)
         self.pay_owed()
         settled = self._settle(self.memory.passed())
@@ -304,13 +340,22 @@ class WholeCredit:
             remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
             self.audit.rebase(self.store.sketcher, remembered, self.store.weights_now, self.decays, self.inherited)
 
+    def _row_numbers(self, n: int) -> Tensor | None:
+        """Return the numbers of this process's rows among those of all; None for a process alone."""
+        if not self.processes.several:
+            return None
+        counts = torch.zeros(self.processes.world, dtype=torch.int64)
+        counts[self.processes.rank] = n
+        before = self.processes.summed("small", counts)[: self.processes.rank].sum()
+        return torch.arange(n) + before
+
     # The end of a window
 
-    def _settle(self, count: int) -> list[SettledCredits]:
+    def _settle(self, count: int, alone: bool = False) -> list[SettledCredits]:
         if count == 0:
             return []
         assert self.columns is not None
-        errors = self.store.errors(count, len(self.columns))
+        errors = self.store.errors(count, len(self.columns), None if alone else self.processes)
         paid = self.memory.shares_paid()
         found = [
             _settled(o, error, float(share), self.columns)
@@ -321,10 +366,13 @@ class WholeCredit:
         self.memory.forget(count)
         return found
 
-    def settle_all(self) -> list[SettledCredits]:
-        """Settle whatever is open: training has ended, or the optimizer's memory is no longer made of these uses."""
-        self.pay_owed()
-        found = self._settle(len(self.open))
+    def settle_all(self, alone: bool = False) -> list[SettledCredits]:
+        """Settle whatever is open: training has ended, or the optimizer's memory is no longer made of these uses.
+
+        All processes do so together, but for one that is ``alone`` since something went wrong.
+        """
+        self.pay_owed(alone)
+        found = self._settle(len(self.open), alone)
         self.owed = Owed.from_now(self.memory.a * self.factors)
         self.begun = False
         return found
@@ -333,11 +381,11 @@ class WholeCredit:
         """Return the credit so far of all open uses, as if they were settled."""
         if not self.open or self.columns is None:
             return []
-        errors = self.store.errors(len(self.open), len(self.columns))
+        errors = self.store.errors(len(self.open), len(self.columns), None)
         paid = self.memory.shares_paid()
         open_ = self.open
-        if self.owed.steps:
-            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts()[0], strict=True)]
+        if self.owed.steps:  # anyone may ask, so no other process is
+            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts(alone=True)[0], strict=True)]
         return [_settled(o, e, float(p), self.columns) for o, e, p in zip(open_, errors, paid, strict=True)]
 
     def expected(self, entry: Any, move: WholeMove) -> tuple[int, int]:
@@ -366,6 +414,7 @@ def _settled(o: Open, error: Tensor, paid: float, columns: list[Label]) -> Settl
         credits={str(c): values[:, j].copy() for j, c in enumerate(columns)},
         errors={str(c): errors[:, j].copy() for j, c in enumerate(columns)},
         paid=np.full(len(values), paid, np.float32),
+        rows=None if o.rows is None else o.rows.numpy(),
     )
 
 

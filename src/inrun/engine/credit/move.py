@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import Place, UpdatePath
 from inrun.errors import OptimizerError
@@ -27,7 +28,8 @@ class ParameterMove:
     #: The factor of −w, where decay is beside the update, and λ where it enters the gradient.
     shrink: float
     entering_decay: float
-    #: What a sample's gradient is multiplied by when it enters: clipping and loss scale, with the sign of the optimizer.
+    #: What a sample's gradient is multiplied by when it enters: clipping and loss scale, with the sign of the optimizer, and its
+    #: share in the mean over processes.
     factor: float
     #: Whether its gain is one of the first, made of hardly more than this step's own gradient.
     early: bool
@@ -53,12 +55,19 @@ class WholeMove:
         path: UpdatePath,
         factors: dict[int, float],
         free: Mapping[int, Realised] | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        """``factors`` are those of the optimizers' gradients (clipping, loss scale); the memory of ``free`` may be taken."""
-        self.scored, self.path = scored, path
+        """``factors`` are those of the optimizers' gradients (clipping, loss scale); the memory of ``free`` may be taken.
+
+        A sample's gradient counts for its share in that of all ``processes``.
+        """
+        self.scored, self.path, self.processes = scored, path, processes or Processes()
+        share = self.processes.share
         place = {s: i for i, s in enumerate(scored)}
         old = free or {}
-        self.moves = {place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer], old.get(place[s])) for s in path.moving()}
+        self.moves = {
+            place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer] * share, old.get(place[s])) for s in path.moving()
+        }
 
     def at(self, fraction: float) -> Place:
         """Hold the model at w + fraction · (w' − w)."""
@@ -77,9 +86,9 @@ class WholeMove:
             g = raw[i]
             if g is not None:
                 way = m.realised.q * m.realised.gain * m.realised.pace
-                way = way.add_(m.scored.parameter.detach().to(way.dtype), alpha=m.shrink) if m.shrink else way
+                way = way.add_(m.scored.weight.to(way.dtype), alpha=m.shrink) if m.shrink else way
                 total += (g.reshape(k, -1) @ way.reshape(-1).to(g.dtype)).double().cpu()
-        return total
+        return self.processes.joined(total)
 
     def direction(self, index: int, raw: Tensor) -> Tensor:
         """Turn the averaged validation gradient ``[k, *shape]`` into D = gain ∘ ∇̄, in place."""
@@ -88,13 +97,15 @@ class WholeMove:
         d = raw.mul_(gain.to(raw.dtype) if isinstance(gain, Tensor) else gain)
         if not move.early:
             return d
-        flat, length = q.reshape(-1).to(d.dtype), float(torch.linalg.vector_norm(q.double())) ** 2
-        shares = (d.reshape(len(d), -1) @ flat) / (length or 1.0)
+        flat, length = q.reshape(-1).to(d.dtype), torch.linalg.vector_norm(q.double()).square().view(1)
+        products = (d.reshape(len(d), -1) @ flat).double()
+        products, length = self.processes.joined(torch.cat([products, length.to(products.device)])).split([len(d), 1])
+        shares = (products / (float(length) or 1.0)).to(d.dtype)
         return d.copy_(shares.view(-1, *([1] * q.dim())) * q.to(d.dtype))
 
 
 def _move_of(s: Scored, rule: UpdateRule, factor: float, before: Realised | None) -> ParameterMove:
-    weight, group, state = s.parameter.detach(), s.group, s.state
+    weight, group, state = s.weight, s.group, s.state
     recall = rule.recall(group, state)
     if recall is None:
         raise OptimizerError(

@@ -105,9 +105,11 @@ class Owed:
         return found
 
 
-def split_rest(rest: Tensor, sizes: Tensor) -> Tensor:
-    """Share out ``rest`` ``[k]`` in proportion to ``sizes`` ``[rows]``; nobody gets anything where all are 0."""
-    whole = float(sizes.sum())
+def split_rest(rest: Tensor, sizes: Tensor, whole: float) -> Tensor:
+    """Share out ``rest`` ``[k]`` in proportion to ``sizes`` ``[rows]``, whose sum (on all processes) is ``whole``.
+
+    Nobody gets anything where all are 0.
+    """
     if whole == 0.0:
         return torch.zeros(len(sizes), len(rest), dtype=rest.dtype)
     return (sizes / whole).unsqueeze(1) * rest

@@ -20,6 +20,8 @@ class Open:
     ids: Tensor
     #: ``[n, k]``, in double precision.
     credit: Tensor
+    #: The numbers of the rows in the step, ``[n]``, where several processes share it: those of lower ranks come first.
+    rows: Tensor | None = None
 
 
 @dataclass
@@ -42,6 +44,10 @@ class Payment:
     data: Tensor
     decay: Tensor
     inherited: Tensor
+    #: Σ parts, Σ|parts| and Σ|own|, of all processes, ``[k]`` each.
+    paid: Tensor
+    paid_absolute: Tensor
+    own_absolute: Tensor
 
     @property
     def own(self) -> Tensor:
@@ -51,7 +57,7 @@ class Payment:
     @property
     def spread(self) -> Tensor:
         """Return Σ|parts| of all open rows, ``[k]``; as far as they are owed, in proportion to the coming step's own."""
-        return self.parts.abs().sum(0) if self.first == 0 else self.own.abs().sum(0) * self.to_all
+        return self.paid_absolute if self.first == 0 else self.own_absolute * self.to_all
 
     @property
     def whole(self) -> Tensor:

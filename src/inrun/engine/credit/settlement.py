@@ -127,16 +127,19 @@ class WholeSettlement(Settling):
     def work_out(self, look: StepLook, microbatches: list[Microbatch], audited: bool, coarse: bool) -> Gradients:
         """Take the validation gradients along the whole move and work out what it pays."""
         credit, setup = self.credit, self.setup
-        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free)
+        processes = setup.processes
+        self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free, processes)
         points = setup.method.points
         found = look.averaged(move.at, points)
         self._check_columns(found)
         k = len(found.columns)
         if self._entry is None:
-            self._entry = entry = credit.capture(microbatches, k, self.quietly)
-            self.kept_bytes = credit.store.nbytes()
-            if credit.steps == 0:
-                self._tell_memory(entry, move)
+            with processes.together("what backwards left", self.step):
+                self._entry = entry = credit.capture(microbatches, k, self.quietly)
+                self.kept_bytes = credit.store.nbytes()
+                if credit.steps == 0:
+                    self._tell_memory(entry, move)
+            credit.add_up(entry)
         for i, m in move.moves.items():
             credit.decay_through(i, m, self._decays)
         if not bool(torch.isfinite(found.losses).all()):
@@ -144,7 +147,7 @@ class WholeSettlement(Settling):
         self._audit(entry, coarse)
         payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited)
         clip, fall = min(self.factors.measured().values()), float(payment.whole.abs().sum())
-        rough = self.usual.is_rough(clip, fall)
+        rough = processes.agree("rough or not", self.step, self.usual.is_rough(clip, fall))
         self.usual.note(clip, fall)
         if rough and payment.first:
             payment = credit.to_all_rows(payment)

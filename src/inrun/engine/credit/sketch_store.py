@@ -7,7 +7,7 @@ that is paid, what does every open row get? Rows are in the order of their steps
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from inrun.engine.credit.direction import Direction, Epoch
 from inrun.engine.credit.memory import Numbers
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.microbatch import Microbatch, Replayed
+from inrun.engine.processes import Processes
 from inrun.layers import Formed, add_up, from_bits
 from inrun.layers.layout import row_dots, scratch_like
 
@@ -100,6 +101,8 @@ class SketchEntry:
     rest: Tensor
     spread_rows: Tensor
     rest_rows: Tensor
+    #: Σ_n S g_n of all processes by parameter, ``[buckets]``; of the coming step only.
+    entering: list[Tensor] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -292,20 +295,25 @@ class SketchStore:
 
     def push(self, entry: SketchEntry) -> None:
         """Keep the coming step's rows."""
+        entry.entering = []
         self.entries.append(entry)
 
-    def errors(self, count: int, columns: int) -> list[Tensor]:
+    def errors(self, count: int, columns: int, processes: Processes | None) -> list[Tensor]:
         """Return the estimated errors of the oldest steps' rows, ``[n, k]`` each.
 
         The variance of ⟨Sg, SV⟩ is about Σ_b (Sg)_b² (SV)_b² over the buckets that hold more than one entry; it is mixed with the
-        step's mean, since single estimates of a variance are rough.
+        step's mean (on all processes, if they are asked), since single estimates of a variance are rough.
         """
         found = []
         for e in self.entries[:count]:
             lossy = self.epochs[e.epoch].sketcher.lossy[::EVERY]
-            own = (e.sketch[:, ::EVERY].square() * lossy) @ e.rest.square().t() * EVERY + e.rest_rows.square()
-            found.append((0.5 * own + 0.5 * own.mean(0)).sqrt().double() * CALIBRATION)
-        return found
+            found.append((e.sketch[:, ::EVERY].square() * lossy) @ e.rest.square().t() * EVERY + e.rest_rows.square())
+        means = [own.mean(0) for own in found]
+        if processes is not None and processes.several and found:
+            sums = torch.stack([torch.cat([own.double().sum(0).cpu(), torch.tensor([float(len(own))])]) for own in found])
+            sums = processes.summed("whole credit", sums)
+            means = [(x[:-1] / x[-1].clamp_min(1.0)).to(own) for x, own in zip(sums, found, strict=True)]
+        return [(0.5 * own + 0.5 * mean).sqrt().double() * CALIBRATION for own, mean in zip(found, means, strict=True)]
 
     def drop(self, count: int) -> None:
         """Let the oldest steps go."""

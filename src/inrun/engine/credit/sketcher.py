@@ -123,7 +123,13 @@ class Sketcher:
 
     def sums(self, index: int, x: Tensor) -> Tensor:
         """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``, in the finer segments of rows apart."""
-        return segment_sums(x.reshape(len(x), -1).to(self.dtype), self.signs[index], self.plans[index].row_segment)
+        s, plan, signs = self.scored[index], self.plans[index], self.signs[index]
+        if s.shards is None or s.parameter.dim() == 1:
+            return segment_sums(s.whole(x).reshape(len(x), -1).to(self.dtype), signs, plan.row_segment)
+        # A row's segments are those of one process: the sums of what is here, and then those of all.
+        mine = signs.view(plan.rows, plan.columns)[s.shards.mine].reshape(-1)
+        found = segment_sums(x.reshape(len(x), -1).to(self.dtype), mine, plan.row_segment)
+        return s.whole(found.view(len(x), -1, plan.per_row_apart)).reshape(len(x), -1)
 
     def all_sums(self, whole: Mapping[int, Tensor], k: int) -> list[Tensor]:
         """Return the segment sums of every parameter, zeros for those that are missing."""
@@ -136,8 +142,11 @@ class Sketcher:
 
     def mean_by_segment(self, index: int, x: Tensor) -> Tensor:
         """Return the mean of a tensor over each segment, ``[segments]``."""
-        plan = self.plans[index]
-        return x.reshape(plan.segments, plan.segment).to(self.dtype).mean(1)
+        s, plan = self.scored[index], self.plans[index]
+        if s.shards is None or s.parameter.dim() == 1:
+            return s.whole(x.unsqueeze(0)).reshape(plan.segments, plan.segment).to(self.dtype).mean(1)
+        found = x.reshape(-1, plan.segment).to(self.dtype).mean(1)
+        return s.whole(found.view(1, -1, plan.per_row)).reshape(-1)
 
     def weights_from(self, gains: Mapping[int, Tensor | float]) -> list[Tensor]:
         """Return ρ = √gain by segment, relative to its mean, for gradients; directions are divided by it."""

@@ -30,6 +30,7 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
     """Return ``{"plain": ..., "tensors": {name: tensor}}``."""
     tensors: dict[str, Tensor] = {f"open.{j}.credit": o.credit for j, o in enumerate(credit.open)}
     tensors |= {f"open.{j}.ids": o.ids for j, o in enumerate(credit.open)}
+    tensors |= {f"open.{j}.rows": o.rows for j, o in enumerate(credit.open) if o.rows is not None}
     tensors |= {f"decay.{i}": x for i, x in credit.decays.items()} | {f"inherited.{i}": x for i, (x, _) in credit.inherited.items()}
     plain: dict[str, Any] = {
         "format": FORMAT,
@@ -111,7 +112,10 @@ def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
         steps=int(plain["steps"]),
         begun=bool(plain["begun"]),
         columns=None if columns is None else [Label.parse(c) for c in columns],
-        open_=[Open(step, tensors[f"open.{j}.ids"], tensors[f"open.{j}.credit"].clone()) for j, step in enumerate(plain["open"])],
+        open_=[
+            Open(step, tensors[f"open.{j}.ids"], tensors[f"open.{j}.credit"].clone(), tensors.get(f"open.{j}.rows"))
+            for j, step in enumerate(plain["open"])
+        ],
         factors=np.array(plain["factors"], np.float64).reshape(-1, len(credit.scored)),
         decays={i: _like(credit, i, tensors[name]) for name, i in _numbered(tensors, "decay.")},
         inherited={
@@ -143,7 +147,7 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
     device = store.sketcher.device
     entries = []
     for j, e in enumerate(plain["entries"]):
-        fields = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
+        fields: dict[str, Any] = {name: tensors[f"entry.{j}.{name}"].to(device).clone() for name in _FIELDS}
         rows = [
             RowsApart(
                 i,

@@ -1,0 +1,76 @@
+"""Models whose parameters are split over processes by ``fully_shard``: which part is here, and passes that leave no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.sites import Scored, local
+from inrun.errors import ConfigurationError
+from inrun.layers.shards import Shards
+from inrun.torch_private import fsdp_groups, fsdp_parameters
+
+
+def shard_group(model: nn.Module) -> Any:
+    """Return the process group that the parameters are split over; None where no parameter is."""
+    sharded = fsdp_parameters(model)
+    group = None
+    for name, p in model.named_parameters():
+        if getattr(p, "placements", None) is None:
+            if sharded and p.requires_grad:
+                raise ConfigurationError(
+                    f"{name} is not split over processes while other parameters are; apply fully_shard to the model itself, "
+                    "too, so that all of them are averaged"
+                )
+            continue
+        placements = ", ".join(str(x) for x in p.placements)  # type: ignore[attr-defined]
+        mesh: Any = p.device_mesh  # type: ignore[attr-defined]
+        if p not in sharded or mesh.ndim != 1 or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                f"{name} is a DTensor ({placements} on a mesh of {mesh.ndim} dimensions): tensor parallel plans, hybrid sharding "
+                "and shards of other dimensions than the first are not scored, since no process sees a sample's whole gradient. "
+                "Take fully_shard on a mesh of one dimension, or DistributedDataParallel."
+            )
+        group = mesh.get_group()
+    return group
+
+
+def tell_shards(model: nn.Module, scored: Sequence[Scored], rank: int, world: int, group: Any) -> None:
+    """Tell every parameter how it is split."""
+    held = fsdp_parameters(model)
+    for s in scored:
+        s.split(Shards(group, rank, world, s.parameter.shape), held[s.parameter])
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of whole parameters: the next pass gathers them as they are then."""
+    for module in model.modules():
+        again: Any = getattr(module, "reshard", None)
+        if callable(again) and hasattr(module, "_get_fsdp_state"):
+            again()
+
+
+def backward_beside(model: nn.Module, point: Tensor, parameters: Sequence[nn.Parameter], last: bool) -> list[Tensor | None]:
+    """Return the gradients of a loss, the mean over processes, each process its rows; ``.grad`` stays as it was.
+
+    Split parameters get their gradient in ``.grad`` and nowhere else: it is taken out and put back.
+    """
+    # Not model.parameters(): while a parameter is whole, its module has the one that stands for it.
+    held = [(p, p.grad) for p in fsdp_parameters(model)]
+    groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in fsdp_groups(model)]
+    for p, _ in held:
+        p.grad = None
+    for g, _, _ in groups:
+        g.reduce_grads = g.all_reduce_grads = True
+    try:
+        point.backward()
+        with torch.no_grad():
+            return [None if p.grad is None else local(p.grad).clone() for p in parameters]
+    finally:
+        for p, grad in held:
+            p.grad = grad
+        for g, reduces, all_reduces in groups:
+            g.reduce_grads, g.all_reduce_grads = reduces, all_reduces

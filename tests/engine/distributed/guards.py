@@ -1,0 +1,168 @@
+"""What must be refused, agreed upon, or named, with two processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from plays import sample_losses
+from torch.nn.parallel import DistributedDataParallel
+
+import inrun
+from tiny import batch, tiny
+
+
+def closure(seed: int) -> Callable[[Any], torch.Tensor]:
+    rows = batch(2, seed)
+    return lambda model: sample_losses(model(rows), rows).mean()
+
+
+class Run:
+    """A model in DDP, its optimizer and accountant."""
+
+    def __init__(self, validation: Any = None, wrap: bool = True, **options: Any) -> None:
+        self.model = DistributedDataParallel(tiny()) if wrap else tiny()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.accountant = inrun.Accountant(self.model, self.optimizer, validation or closure(9), **options)
+
+    def step(
+        self,
+        ids: Any,
+        seed: int,
+        scale: float = 1.0,
+        change: Callable[[Any], None] = lambda model: None,
+        skip: bool = False,
+        scaler: Any = None,
+        dies: str = "",
+    ) -> Any:
+        rows = batch(3, seed)
+        with self.accountant.step(ids) as step:
+            if dies == "in the forward":
+                os._exit(7)
+            loss = sample_losses(self.model(rows), rows).mean() * scale
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            change(self.model)
+            if dies == "before the optimizer":
+                os._exit(7)
+            if dies == "sleeps":
+                time.sleep(30)
+            if skip:
+                step.skip()
+            elif scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+                scaler.update()
+            self.optimizer.zero_grad()
+        return self.accountant.last
+
+
+def own_ids(rank: int) -> list[int]:
+    return [10 * rank + j for j in range(3)]
+
+
+def same_data(rank: int, world: int) -> Any:
+    Run().step([0, 1, 2], seed=1)
+
+
+def validation_on_one(rank: int, world: int) -> Any:
+    Run({"math": closure(1), "code": closure(2)} if rank else {"math": closure(1)})
+
+
+def validation_fails(rank: int, world: int) -> Any:
+    def broken(model: Any) -> torch.Tensor:
+        raise KeyError("no such rows")
+
+    Run(broken if rank else closure(1), credit="step").step(own_ids(rank), seed=rank)
+
+
+def ids_too_few(rank: int, world: int) -> Any:
+    Run().step(own_ids(rank)[: 2 if rank else 3], seed=rank)
+
+
+def not_finite(rank: int, world: int) -> Any:
+    run = Run()
+    run.step(own_ids(rank), seed=rank)
+    run.step(own_ids(rank), seed=rank, scale=float("nan") if rank else 1.0)
+    return run.accountant.last.skipped
+
+
+def scaled_out(rank: int, world: int) -> Any:
+    run, scaler = Run(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    first = run.step(own_ids(rank), seed=rank, scaler=scaler).skipped
+    second = run.step(own_ids(rank), seed=rank, scaler=scaler, scale=float("inf") if rank else 1.0).skipped
+    return first, second
+
+
+def clipped_by_value(rank: int, world: int) -> Any:
+    def clip(model: Any) -> None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+    Run(method="midpoint").step(own_ids(rank), seed=rank, change=clip)
+
+
+def not_wrapped(rank: int, world: int) -> Any:
+    Run(wrap=False)
+
+
+def merged(rank: int, world: int) -> Any:
+    model = DistributedDataParallel(tiny())
+    inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def came_apart(rank: int, world: int) -> Any:
+    Run().step(own_ids(rank), seed=rank, skip=rank == 1)
+
+
+def anothers_state(rank: int, world: int) -> Any:
+    run = Run()
+    states: list[Any] = [None] * world
+    torch.distributed.all_gather_object(states, run.accountant.state_dict())
+    run.accountant.load_state_dict(states[1 - rank])
+
+
+def without_sync(rank: int, world: int) -> Any:
+    """Gradients that were never averaged are nobody's mean."""
+    run = Run(method="first")
+    with run.model.no_sync():
+        run.step(own_ids(rank), seed=rank)
+
+
+#: By name: what runs, and what every rank must say.
+GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
+    "same data": (same_data, "ConfigurationError: all 2 ranks were given the same sample ids in step 0.*DistributedSampler"),
+    "validation on one rank": (
+        validation_on_one,
+        "ConfigurationError: validation sets differ.*rank 0 has math, rank 1 has math, co",
+    ),
+    "validation fails on one rank": (validation_fails, "rank 1: KeyError: 'no such rows'|^KeyError"),
+    "too few ids on one rank": (ids_too_few, "rank 1: IdsError|^IdsError"),
+    "clipped by value": (clipped_by_value, "OptimizerError: between backward and optimizer.step"),
+    "not wrapped": (not_wrapped, "ConfigurationError: torch.distributed runs with 2 processes.*process_group="),
+    "merged": (merged, "ConfigurationError: no validation= in a run of 2 processes"),
+    "came apart": (came_apart, "ProcessError: the ranks came apart: rank 0 is at optimizer.step.*rank 1 is at the end"),
+    "another's state": (anothers_state, "ConfigurationError: this is rank . of 2, and the saved state is that of rank . of 2"),
+    "without sync": (without_sync, "ConservationError: at step 0 some gradient flows through no sample's rows"),
+}
+#: By name: what runs, and what every rank must return.
+AGREED: dict[str, tuple[Callable[[int, int], Any], Any]] = {
+    "not finite on one rank": (not_finite, "gradient or contributions are not finite"),
+    "scaled out": (scaled_out, (None, "gradient is not finite and the optimizer did not step")),
+}
+
+
+def dying(how: str) -> Callable[[int, int], Any]:
+    def condition(rank: int, world: int) -> Any:
+        run = Run()
+        run.step(own_ids(rank), seed=rank)
+        began = time.monotonic()
+        try:
+            run.step(own_ids(rank), seed=rank, dies=how if rank == 1 else "")
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
+        return {}
+
+    return condition

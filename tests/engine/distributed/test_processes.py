@@ -1,0 +1,79 @@
+"""Several processes give the figures of one with the same global batch; what they cannot do is named on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from guards import AGREED, GUARDS
+from job import launch
+from jobs import BY_NAME, COMPILED, JOBS, PLAYS
+from plays import assembled, differences, play_part
+
+
+@functools.cache
+def found(job: str, world: int = 2) -> list[dict[str, Any]]:
+    return launch(job, world, seconds=300.0)
+
+
+def compare(job: str, name: str, world: int = 2) -> dict[str, float]:
+    parts = [x[name] if name in x else {"error": x["log"]} for x in found(job, world)]
+    assert not any("error" in x for x in parts), [x.get("trace", x.get("error")) for x in parts]
+    for x in parts[1:]:
+        assert all(map(torch.equal, x["weights"], parts[0]["weights"]))
+    play = BY_NAME[name]
+    return differences(assembled(parts, play), play_part(play, 0, 1, world))
+
+
+@pytest.mark.parametrize("name", [p.name for p in PLAYS if p.name != "wrong"])
+def test_ddp_equals_one_process(name: str) -> None:
+    off = compare("ddp", name)
+    assert max(off.values()) < 1e-9, off
+
+
+def test_a_wrong_factor_shows() -> None:
+    """The control: ranks that do not average their losses."""
+    parts, play = [x["wrong"] for x in found("ddp")], BY_NAME["wrong"]
+    off = differences(assembled(parts, play), play_part(dataclasses.replace(play, wrong=1.0), 0, 1))
+    assert off["contributions"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [p.name for p in COMPILED])
+def test_compiled_ddp_equals_one_process(name: str) -> None:
+    off = compare("compiled", name)
+    assert max(off.values()) < 1e-9, off
+
+
+@pytest.mark.parametrize("name", list(GUARDS))
+def test_errors_are_raised_on_all_ranks(name: str) -> None:
+    for x in found("guards"):
+        assert re.search(GUARDS[name][1], x[name]["error"], re.DOTALL), x[name]
+
+
+@pytest.mark.parametrize("name", list(AGREED))
+def test_what_is_agreed(name: str) -> None:
+    assert [x[name] for x in found("guards")] == [AGREED[name][1]] * 2
+
+
+@pytest.mark.parametrize(
+    "job", ["dies in the forward", "dies before the optimizer", pytest.param("dies sleeps", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_dies_is_named(job: str) -> None:
+    first, second = launch(job, seconds=120.0, extra={"JOB_TIMEOUT": "8", "JOB_STOPS": "1"})
+    assert re.search(r"ProcessError: rank 1 \(process \d+ on .*did not answer", first["dies"]["error"]), first
+    assert first["dies"]["seconds"] < 30
+    assert second["code"] == 7 or "sleeps" in job
+
+
+def test_jobs_have_names() -> None:
+    assert set(JOBS) >= {"ddp", "compiled", "guards"}
