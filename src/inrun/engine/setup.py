@@ -171,7 +171,7 @@ def make_setup(
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
     called, model = model, uncompiled(model)
     check_model(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [unwrapped(o) for o in ([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))]
     _check_optimizers(optimizers)
     if update != "sgd":
         _check_precision(optimizers)
@@ -321,11 +321,13 @@ def _check_optimizers(optimizers: list[Any]) -> None:
     wrong = [type(o).__name__ for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
     if wrong or not optimizers:
         raise ConfigurationError(f"optimizer must be a torch optimizer or a list of them; got {wrong or 'none'}")
-    for o in optimizers:
-        if type(o).__module__.startswith("accelerate.") and hasattr(o, "optimizer"):
-            raise OptimizerError(
-                f"the optimizer is accelerate's wrapper {type(o).__name__}; give the torch optimizer inside it: optimizer.optimizer"
-            )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the torch optimizer inside accelerate's wrapper, which has its groups and state and whose step is run."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _check_precision(optimizers: list[torch.optim.Optimizer]) -> None:

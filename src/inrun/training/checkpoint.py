@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from inrun.engine.saved import join_state, split_state
 from inrun.errors import TrainingError
 from inrun.files import Files, put_folder
 
@@ -77,13 +78,9 @@ class Checkpoint:
 
     def accountant_state(self) -> dict[str, Any]:
         """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any."""
-        state = dict(self.state["accountant"])
-        windows = state.pop("credit", None)
-        if windows is None or CREDIT not in self.state["files"]:
-            return state
-        # Copies, where torch puts its own tensors: products of tensors that lie in the file itself are rounded in another way.
-        tensors = {name: x.clone() for name, x in load_file(str(self.folder / CREDIT)).items()}
-        return {**state, "credit": {**windows, "tensors": tensors}}
+        plain = self.state["accountant"]
+        has_windows = plain.get("credit") is not None and CREDIT in self.state["files"]
+        return join_state(plain, load_file(str(self.folder / CREDIT)) if has_windows else None)
 
 
 def _like(value: Any, now: Any) -> Any:
@@ -122,7 +119,7 @@ def save_checkpoint(
         tensors, saved = _split_optimizer(optimizer)
         save_file(tensors, str(aside / "optimizer.safetensors"))
         save_file(_random_states(), str(aside / "random.safetensors"))
-        books, windows = _split_accountant(accountant)
+        books, windows = (None, None) if accountant is None else split_state(accountant)
         if windows is not None:
             save_file(windows, str(aside / CREDIT))
         digests = {name: _digest(aside / name) for name in (*_FILES, *([] if windows is None else [CREDIT]))}
@@ -165,21 +162,6 @@ def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
             else:
                 values.setdefault(str(index), {})[key] = value
     return tensors, {"values": values, "groups": given["param_groups"]}
-
-
-def _split_accountant(state: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
-    """Return the plain data of an accountant's state, and the tensors of its open windows (None: it keeps none)."""
-    if state is None or state.get("credit") is None:
-        return state, None
-    tensors: dict[str, Tensor] = {}
-    owners: set[int] = set()
-    for name, tensor in state["credit"]["tensors"].items():
-        owner = tensor.untyped_storage().data_ptr()
-        # A tensor that is part of another's memory cannot be written as it is.
-        alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes and owner not in owners
-        tensors[name] = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
-        owners.add(owner)
-    return {**state, "credit": {k: v for k, v in state["credit"].items() if k != "tensors"}}, tensors
 
 
 def _random_states() -> dict[str, Tensor]:
