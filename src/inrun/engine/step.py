@@ -423,7 +423,7 @@ class Step(OpenStep):
         if not all(finite):
             self._skip(Skip.CONTRIBUTIONS)
             return
-        coarse = any(m.coarse for m in self.microbatches)
+        coarse = frozenset(p for m in self.microbatches for p in m.coarse)
         found = whole.work_out(self.look, self.microbatches, self.audited, coarse)
         self.losses = found.losses
         if not bool(torch.isfinite(found.losses).all()):

@@ -32,11 +32,12 @@ class Scoring:
 
     Args (of the constructor):
         options: What :class:`inrun.Accountant` takes beside model, optimizer and validation.
+        single_closure: The trainer's optimizers get a closure that is run once (Lightning).
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], single_closure: bool = False) -> None:
         """Hold the options; :meth:`begin` makes the accountant."""
-        self._options = options
+        self._options, self._single_closure = options, single_closure
         self._accountant: Accountant | None = None
         self._resumed: Ledger | None = None
         self._step: Step | None = None
@@ -102,7 +103,7 @@ class Scoring:
     def open(self) -> Step:
         """Return the step that is open; a new one if there is none."""
         if self._step is None:
-            step = self.accountant.step()
+            step = self.accountant.step(single_closure=self._single_closure)
             step.__enter__()
             self._step = step
         return self._step
