@@ -14,7 +14,7 @@ from torch import Tensor
 from inrun.engine.ids import ID_FIELD, WithIds
 from inrun.errors import IdsError
 
-__all__ = ["ID_FIELD", "BatchIds", "KeepIds", "add_scores", "ids_of", "is_stream", "with_id_column"]
+__all__ = ["ID_FIELD", "BatchIds", "KeepIds", "add_scores", "ids_of", "is_arrow", "is_stream", "with_id_column"]
 
 
 @dataclass(frozen=True)
