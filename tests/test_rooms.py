@@ -26,6 +26,7 @@ ALLOWED = {
     "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
+    "integrations": {"integrations", "engine", "ledger", "files", "errors"},
     "baselines": {"baselines", "errors", "statistics", "ledger"},
     "bench": {"bench", "engine", "layers", "methods", "training", "errors", "torch_private"},
 }

@@ -163,7 +163,7 @@ def test_loading_what_is_not_ours(tmp_path) -> None:
 
 def test_any_tokenizer_of_the_library(tmp_path) -> None:
     library = pytest.importorskip("tokenizers")
-    core = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 70_000}, unk_token="[UNK]"))  # noqa: S106
+    core = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 70_000}, unk_token="[UNK]"))
     core.pre_tokenizer = library.pre_tokenizers.Whitespace()
     core.post_processor = library.processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 70_000)])
     core.enable_truncation(2)

@@ -173,7 +173,7 @@ class Accountant:
 
     # Steps
 
-    def step(self, ids: Any = None, *, merged: int | None = None, points: bool = False) -> Step:
+    def step(self, ids: Any = None, *, merged: int | None = None, points: bool = False, single_closure: bool = False) -> Step:
         """Observe one optimizer step: ``with accountant.step(ids):`` around forward, backward and optimizer.step().
 
         ``ids`` are integers, one per batch row, or one per position ``[n, t]`` where rows hold several documents that do not see
@@ -185,8 +185,13 @@ class Accountant:
         ``step.merge(train_loss, validation_loss)``, which sees more), and one forward and backward serve both; ``.grad`` gets the
         training rows' gradient. ``points=True`` gives every validation row a column: validation_loss is then the *sum* of the rows'
         own losses (``step.merge`` takes them as a vector).
+
+        ``single_closure=True`` accepts ``optimizer.step(closure)`` of an optimizer that runs its closure once, before it moves
+        anything, as those of torch do but LBFGS: it is run at that moment, inside the step. A second run raises.
         """
-        return Step(self._run, ids, self._begin_step, self._finish_step, merged, points)
+        step = Step(self._run, ids, self._begin_step, self._finish_step, merged, points)
+        step.single_closure = single_closure
+        return step
 
     def _begin_step(self) -> None:
         if not self._detach.alive:

@@ -67,8 +67,8 @@ class Listener(Protocol):
         """A parameter's gradient was accumulated."""
         ...
 
-    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An optimizer is about to step."""
+    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """An optimizer is about to step; return other arguments for it, if it must have them."""
         ...
 
     def after_optimizer(self, index: int) -> None:
@@ -298,10 +298,9 @@ class Attachment:
         listener = self.listener
         for index, optimizer in enumerate(optimizers):
 
-            def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
+            def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> tuple[Any, Any] | None:
                 found = listener()
-                if found is not None:
-                    found.before_optimizer(index, args, kwargs)
+                return None if found is None else found.before_optimizer(index, args, kwargs)
 
             def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
                 found = listener()

@@ -60,9 +60,9 @@ def _check_positions(ids: Tensor) -> None:
 class WithIds(torch.utils.data.Dataset[Any]):
     """A map-style dataset whose items carry their position as ``sample_id``. Made by :func:`with_ids`."""
 
-    def __init__(self, dataset: Any, first: int = 0) -> None:
-        """Wrap ``dataset``; ids count from ``first``."""
-        self.dataset, self.first = dataset, first
+    def __init__(self, dataset: Any, first: int = 0, field: str = ID_FIELD) -> None:
+        """Wrap ``dataset``; ids count from ``first``, and mappings get them under the name ``field``."""
+        self.dataset, self.first, self.field = dataset, first, field
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -75,14 +75,14 @@ class WithIds(torch.utils.data.Dataset[Any]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is out of range for a dataset of {len(self)} items")
-        return _attach(self.dataset[index], self.first + index)
+        return _attach(self.dataset[index], self.first + index, self.field)
 
 
-def _attach(item: Any, sample_id: int) -> Any:
+def _attach(item: Any, sample_id: int, field: str) -> Any:
     if isinstance(item, Mapping):
-        if ID_FIELD in item:
-            raise IdsError(f"the dataset's items already have a field {ID_FIELD!r}; use it, or rename it")
-        return {**item, ID_FIELD: sample_id}
+        if field in item:
+            raise IdsError(f"the dataset's items already have a field {field!r}; use it, or rename it")
+        return {**item, field: sample_id}
     if isinstance(item, (tuple, list)):
         return (*item, sample_id)
     return (item, sample_id)

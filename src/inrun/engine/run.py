@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from inrun.engine.audits import Schedule
@@ -41,6 +42,9 @@ class OpenStep:
         """A parameter's gradient was accumulated."""
         raise NotImplementedError
 
+    #: Whether ``optimizer.step(closure)`` is taken to run its closure once, at the beginning.
+    single_closure = False
+
     def before_optimizer(self, index: int) -> None:
         """An optimizer is about to step."""
         raise NotImplementedError
@@ -56,6 +60,23 @@ class OpenStep:
     def expected_bytes(self) -> tuple[int, int]:
         """Return what the step keeps until the optimizer steps, as its forwards tell, and for how many rows."""
         raise NotImplementedError
+
+
+class Once:
+    """A closure that was run: its loss is handed out once."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        """Run the closure, with gradient as an optimizer would."""
+        with torch.enable_grad():
+            self._loss = closure()
+        self._asked = False
+
+    def again(self) -> Any:
+        """Return the loss; raise when it is asked for a second time, as in a line search."""
+        if self._asked:
+            raise StepError("the optimizer runs its closure several times per step (a line search), which cannot be scored")
+        self._asked = True
+        return self._loss
 
 
 class Run:
@@ -250,20 +271,29 @@ class Run:
         if self.open_step is not None and not self.capture.is_paused:  # a validation pass may have to fill ``.grad``
             self.open_step.gradient_arrived(parameter)
 
-    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An optimizer is about to step."""
+    def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """An optimizer is about to step; return other arguments for it, if it must have them."""
         if self.open_step is None:
             if self.credit is not None and not self._suspended:
                 self._left_over += self.credit.settle_all()  # the optimizer remembers pushes of others from now on
             if not self._warned_outside and not self._suspended:
                 log.warning("inrun: optimizer.step() outside accountant.step(); its samples are not scored")
                 self._warned_outside = True
-            return
+            return None
         # torch hands over the arguments of the unbound step: the optimizer itself comes first.
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        changed = None
         if closure is not None:
-            raise StepError("optimizer.step(closure) runs the model several times per step and cannot be scored")
+            if not self.open_step.single_closure:
+                raise StepError(
+                    "optimizer.step(closure) runs the model several times per step and cannot be scored; for a closure that is run "
+                    "once, before the optimizer moves anything, open the step with accountant.step(ids, single_closure=True)"
+                )
+            # Run here, so that the gradient is there when it is scored; the optimizer gets the loss.
+            once = Once(closure)
+            changed = (args[:1], {**kwargs, "closure": once.again})
         self.open_step.before_optimizer(index)
+        return changed
 
     def after_optimizer(self, index: int) -> None:
         """An optimizer has stepped."""

@@ -182,11 +182,11 @@ def make_setup(
     processes = find_processes(shards or group, process_group, device, shards is not None)
     _check_processes(processes, validation)
     if processes.sharded:
-        hessian = (
-            "differences" if method == "second" else hessian
-        )  # a second backward would need whole parameters in all layers at once
+        # A second backward would need whole parameters in all layers at once.
+        hessian = "differences" if method == "second" else hessian
         _check_sharded(credit_memory, extra)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [without_wrapper(o) for o in given]
     _check_optimizers(optimizers)
     if update != "sgd":
         _check_precision(optimizers)
@@ -388,11 +388,13 @@ def _check_optimizers(optimizers: list[Any]) -> None:
     wrong = [type(o).__name__ for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
     if wrong or not optimizers:
         raise ConfigurationError(f"optimizer must be a torch optimizer or a list of them; got {wrong or 'none'}")
-    for o in optimizers:
-        if type(o).__module__.startswith("accelerate.") and hasattr(o, "optimizer"):
-            raise OptimizerError(
-                f"the optimizer is accelerate's wrapper {type(o).__name__}; give the torch optimizer inside it: optimizer.optimizer"
-            )
+
+
+def without_wrapper(optimizer: Any) -> Any:
+    """Return the torch optimizer inside accelerate's wrapper, which has its groups and state and whose step is run."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _check_precision(optimizers: list[torch.optim.Optimizer]) -> None:

@@ -507,7 +507,8 @@ class Step(OpenStep):
         if self.processes.agree("finite gradients", self.number, not all(finite)):
             self._skip(Skip.CONTRIBUTIONS)
             return
-        found = whole.work_out(self.look, self.microbatches, self.audited, coarse)
+        rounded = self._rounded() if coarse else frozenset[nn.Parameter]()
+        found = whole.work_out(self.look, self.microbatches, self.audited, rounded)
         self.losses = found.losses
         if not bool(torch.isfinite(found.losses).all()):
             self._skip(Skip.VALIDATION_LOSS, str(found.losses.tolist()))
@@ -579,6 +580,12 @@ class Step(OpenStep):
         if self.skipped is Skip.CONTRIBUTIONS:  # what the optimizers remember is no longer made of numbers
             return self.run.credit.settle_all()
         return self.whole.commit(torch.cat([m.ids for m in self.microbatches]), paid=self.skipped is None)
+
+    def _rounded(self) -> frozenset[nn.Parameter]:
+        """Return the parameters whose gradient came through tensors of a lower precision than their own, on any rank."""
+        here = [any(s.parameter in m.coarse for m in self.microbatches) for s in self.setup.scored]
+        found = self.processes.summed("small", torch.tensor(here, dtype=torch.int32))
+        return frozenset(s.parameter for s, count in zip(self.setup.scored, found.tolist(), strict=True) if count)
 
     def _used_factors(self) -> tuple[float, ...]:
         """Return what a sample's gradient was multiplied by until the optimizers used it."""

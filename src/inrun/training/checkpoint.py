@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from inrun.engine.processes import Processes
+from inrun.engine.saved import join_state, split_state
 from inrun.errors import TrainingError
 from inrun.files import Files, put_folder
 
@@ -96,13 +97,9 @@ class Checkpoint:
         return self._state_of(rank) if world == self.world else [self._state_of(r) for r in range(self.world)]
 
     def _state_of(self, rank: int) -> dict[str, Any]:
-        state = dict(self.state["accountants"][rank - 1] if rank else self.state["accountant"])
-        windows, file = state.pop("credit", None), _of_rank(CREDIT, rank)
-        if windows is None or file not in self.state["files"]:
-            return state
-        # Copies, where torch puts its own tensors: products of tensors that lie in the file itself are rounded in another way.
-        tensors = {name: x.clone() for name, x in load_file(str(self.folder / file)).items()}
-        return {**state, "credit": {**windows, "tensors": tensors}}
+        plain, file = self.state["accountants"][rank - 1] if rank else self.state["accountant"], _of_rank(CREDIT, rank)
+        has_windows = plain.get("credit") is not None and file in self.state["files"]
+        return join_state(plain, load_file(str(self.folder / file)) if has_windows else None)
 
 
 def _of_rank(name: str, rank: int) -> str:
@@ -164,7 +161,7 @@ def save_checkpoint(
 
 def _write_own(folder: Path, accountant: dict[str, Any] | None, rank: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Write what is a rank's own, durably; return the plain rest of an accountant's state, and the digests of the files."""
-    books, windows = _split_accountant(accountant)
+    books, windows = (None, None) if accountant is None else split_state(accountant)
     written = {_of_rank(RANDOM, rank): _random_states()} | ({} if windows is None else {_of_rank(CREDIT, rank): windows})
     for name, tensors in written.items():
         save_file(tensors, str(folder / name))
@@ -216,21 +213,6 @@ def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
             else:
                 values.setdefault(str(index), {})[key] = value
     return tensors, {"values": values, "groups": given["param_groups"]}
-
-
-def _split_accountant(state: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, Tensor] | None]:
-    """Return the plain data of an accountant's state, and the tensors of its open windows (None: it keeps none)."""
-    if state is None or state.get("credit") is None:
-        return state, None
-    tensors: dict[str, Tensor] = {}
-    owners: set[int] = set()
-    for name, tensor in state["credit"]["tensors"].items():
-        owner = tensor.untyped_storage().data_ptr()
-        # A tensor that is part of another's memory cannot be written as it is.
-        alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes and owner not in owners
-        tensors[name] = tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
-        owners.add(owner)
-    return {**state, "credit": {k: v for k, v in state["credit"].items() if k != "tensors"}}, tensors
 
 
 def _random_states() -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ lost show at once, before anything is spread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inrun.engine.checks.conservation import USUAL_CAUSES
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
@@ -134,9 +134,18 @@ class SketchAudit:
 
 
 def check_totals(
-    scored: list[Scored], move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int, processes: Processes
+    scored: list[Scored],
+    move: WholeMove,
+    entry: Any,
+    store: SketchStore | ExactStore,
+    step: int,
+    processes: Processes,
+    coarse: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """On audited steps: the samples' gradients must add up to the gradient that is used, parameter by parameter.
+
+    ``coarse`` are the parameters whose gradient came through tensors of a lower precision than their own: it was rounded there,
+    and the samples' parts were added up before.
 
     Raises:
         ConservationError: Some gradient flows through no sample's rows.
@@ -153,10 +162,10 @@ def check_totals(
         if not bool(torch.isfinite(real).all()):
             continue
         exact = all(site.rule.exact for site, _ in m.scored.uses)
-        coarse = max(torch.finfo(used.dtype).eps, 0.0 if exact else 1e-7)
+        eps = max(torch.finfo(used.dtype).eps, 0.0 if exact else 1e-7)
         gap = float((mine - real).norm()) if mine.shape == real.shape else float("inf")
-        allowed = 2e3 * coarse if coarse > 1e-12 else 1e-8
-        if gap > allowed * max(float(real.norm()), float(mine.norm())) + 1e-9 * coarse and gap > 1e-3 * allowed:
+        allowed = COARSE if m.scored.parameter in coarse else 2e3 * eps if eps > 1e-12 else 1e-8
+        if gap > allowed * max(float(real.norm()), float(mine.norm())) + 1e-9 * eps and gap > 1e-3 * allowed:
             bad.append((m.scored.name, gap / max(float(real.norm()), 1e-30)))
     if bad:
         named = ", ".join(f"{name} (off by {100 * off:.2g} %)" for name, off in bad[:5])

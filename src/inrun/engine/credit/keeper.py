@@ -8,12 +8,13 @@ scoring began (*inherited*). The difference to the sum of the estimates is sprea
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inrun.engine.credit.audit import SketchAudit, check_totals
 from inrun.engine.credit.direction import Direction
@@ -136,7 +137,16 @@ class WholeCredit:
             self.processes.sum_("sketch", entry.entering)
 
     @torch.no_grad()
-    def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int, to_all: bool = True) -> Payment:
+    def pay(
+        self,
+        move: WholeMove,
+        raw: list[Tensor | None],
+        entry: Any,
+        checked: bool,
+        step: int,
+        to_all: bool = True,
+        coarse: Set[nn.Parameter] = frozenset(),
+    ) -> Payment:
         """Work out what a step pays, given the averaged validation gradients: to all open rows, or to those of its block.
 
         Nothing is changed yet, but that what earlier steps owe is paid first where all are.
@@ -173,7 +183,7 @@ class WholeCredit:
         if isinstance(entry, ExactEntry):
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
-            check_totals(self.scored, move, entry, self.store, step, self.processes)
+            check_totals(self.scored, move, entry, self.store, step, self.processes, coarse)
         empty = torch.zeros(0, k, dtype=torch.float64)
         none, first = torch.zeros_like(total), self.owed.count
         books = (total, decay, inherited, none, none, none)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -124,8 +124,11 @@ class WholeSettlement(Settling):
 
     # Before the first optimizer steps
 
-    def work_out(self, look: StepLook, microbatches: list[Microbatch], audited: bool, coarse: bool) -> Gradients:
-        """Take the validation gradients along the whole move and work out what it pays."""
+    def work_out(self, look: StepLook, microbatches: list[Microbatch], audited: bool, coarse: Set[nn.Parameter]) -> Gradients:
+        """Take the validation gradients along the whole move and work out what it pays.
+
+        ``coarse`` are the parameters whose gradient came through tensors of a lower precision than their own.
+        """
         credit, setup = self.credit, self.setup
         processes = setup.processes
         self._move = move = WholeMove(setup.scored, setup.rules, self.path, self.factors.measured(), credit.free, processes)
@@ -144,8 +147,8 @@ class WholeSettlement(Settling):
             credit.decay_through(i, m, self._decays)
         if not bool(torch.isfinite(found.losses).all()):
             return found
-        self._audit(entry, coarse)
-        payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited)
+        self._audit(entry, bool(coarse))
+        payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited, coarse=coarse)
         clip, fall = min(self.factors.measured().values()), float(payment.whole.abs().sum())
         rough = processes.agree("rough or not", self.step, self.usual.is_rough(clip, fall))
         self.usual.note(clip, fall)

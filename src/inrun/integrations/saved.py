@@ -1,0 +1,70 @@
+"""An accountant's state inside a trainer's checkpoint: JSON and safetensors, one pair of files per process, no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from inrun.engine.saved import join_state, split_state
+from inrun.errors import TrainingError
+from inrun.files import Files, write_durably
+
+VERSION = 1
+
+
+def names(rank: int) -> tuple[str, str]:
+    """Return the names of the two files of a process."""
+    return f"inrun-{rank}.json", f"inrun-{rank}.safetensors"
+
+
+def has_state(folder: Path, rank: int = 0) -> bool:
+    """Whether a checkpoint holds the state of a process; the JSON file is written last."""
+    return (folder / names(rank)[0]).is_file()
+
+
+def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
+    """Write an accountant's ``state_dict()`` into a checkpoint; whole or not at all."""
+    plain_name, tensors_name = names(rank)
+    plain, tensors = split_state(state)
+    digest = None
+    if tensors is not None:
+        packed = save(tensors)
+        digest = hashlib.sha256(packed).hexdigest()
+        write_durably(Files(), folder / tensors_name, packed)
+    text = json.dumps({"version": VERSION, "tensors": digest, "state": plain}, allow_nan=True)
+    write_durably(Files(), folder / plain_name, text.encode())
+
+
+def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """Read what :func:`save_state` wrote; TrainingError if it is absent or damaged, with what to do."""
+    plain_name, tensors_name = names(rank)
+    if not has_state(folder, rank):
+        raise TrainingError(
+            f"{folder} has no {plain_name}: it was saved without inrun, by another number of processes, or the run was killed "
+            f"while saving. {_older(folder, rank)}"
+        )
+    try:
+        saved = json.loads((folder / plain_name).read_text("utf-8"))
+        if saved["version"] != VERSION:
+            raise TrainingError(f"{folder / plain_name} has version {saved['version']!r}; this inrun reads {VERSION}")
+        if saved["tensors"] is None:
+            return join_state(saved["state"], None)
+        packed = (folder / tensors_name).read_bytes()
+        if hashlib.sha256(packed).hexdigest() != saved["tensors"]:
+            raise TrainingError(f"{folder / tensors_name} is damaged: its digest is not the one it was saved with")
+        return join_state(saved["state"], load(packed))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise TrainingError(f"the state of inrun in {folder} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _older(folder: Path, rank: int) -> str:
+    """Say from which other checkpoint beside this one a run could go on."""
+    others = [f for f in folder.parent.glob("*") if f.is_dir() and f != folder and has_state(f, rank)]
+    if not others:
+        return "Begin the run anew, or go on without scores (do not attach)."
+    return f"Resume from {max(others, key=lambda f: f.stat().st_mtime)}, which has one."
