@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
+    "at_end_of_backward",
     "attention_body",
     "buffers_written_silently",
     "compiler_here",
@@ -31,6 +32,7 @@ __all__ = [
     "keep_version_counters",
     "may_change_size",
     "move_last",
+    "norms_of",
     "unflatten_tree",
     "uncompiled",
     "unsafe_view",
@@ -68,6 +70,16 @@ def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
 def current_backward() -> int:
     """Return a number for the backward that is running in this thread, −1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(run: Callable[[], None]) -> None:
+    """Let a function run when the backward that is running has come to its end; it does not if that fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)  # type: ignore[attr-defined]
+
+
+def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the norms of many small tensors in one go, each in its own precision."""
+    return tuple(torch._foreach_norm(tensors))
 
 
 def foreign_gradient_hooks(parameters: Iterable[nn.Parameter], ours: int) -> bool:

@@ -296,6 +296,7 @@ class Step(OpenStep):
         seen = self.watch.seen.get(parameter)
         if seen is None:
             return
+        self.watch.measure()
         if float(seen.norm) != before:
             raise StepError(
                 f"{self.watch.names[parameter]} received gradient in a batch without rows, which is no sample's; give ids for the "
@@ -419,8 +420,7 @@ class Step(OpenStep):
 
     def _complete_whole(self, whole: WholeSettlement) -> None:
         self.factors.measure_all()
-        finite = [bool(torch.isfinite(note.norm)) for note in self.watch.seen.values()]
-        if not all(finite):
+        if not bool(torch.isfinite(torch.stack([note.norm for note in self.watch.seen.values()])).all()):
             self._skip(Skip.CONTRIBUTIONS)
             return
         coarse = any(m.coarse for m in self.microbatches)
@@ -453,6 +453,7 @@ class Step(OpenStep):
         contributions = self.settlement.contributions(self.microbatches, len(self.columns))
         expected = {s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen}
         if expected - self.settlement.settled:
+            self.watch.measure()
             norms = torch.stack([note.norm.double() for note in self.watch.seen.values()])
             if bool(torch.isfinite(norms).all()):
                 raise StepError(
