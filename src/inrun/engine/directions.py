@@ -79,8 +79,9 @@ class History:
     def missing(self, s: Scored, rule: UpdateRule, state: dict[str, Any], count: bool) -> int | None:
         """Return how many entries never had a gradient; None where that need not be looked at again."""
         p = s.parameter
-        begun = self._with_some.get(p) is state and float(state.get("step", 0)) > EARLY
-        if not count and (begun or self._with_all.get(p) is state):
+        if not count and self._with_all.get(p) is state:
+            return None
+        if not count and self._with_some.get(p) is state and float(state.get("step", 0)) > EARLY:
             return None
         missing = rule.without_history(state)
         if missing < p.numel() and state:
@@ -154,6 +155,7 @@ class Directions:
     def prepare(self, count: bool) -> None:
         """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
         self._options = [self._options_of(i) for i in range(len(self.optimizers))]
+        made: dict[UpdateRule, list[tuple[Scored, tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]]]] = {}
         for s in self.scored:
             raw = self.raw.get(s.parameter)
             rule = self.rules[s.optimizer]
@@ -168,7 +170,9 @@ class Directions:
                 # A table that is also a head needs its raw gradient again when the optimizer steps.
                 spare = self.keep_raw or (s.some_sparse and not rule.can_thaw(state))
                 v = raw.clone() if spare else raw
-                factor = rule.frozen(v, s.parameter.detach(), s.group, state)
+                made.setdefault(rule, []).append((s, (v, s.parameter.detach(), s.group, state)))
+        for rule, items in made.items():
+            for (s, (v, *_)), factor in zip(items, rule.frozen_each([item for _, item in items]), strict=True):
                 if factor is not None:
                     self.streaming[s.parameter] = Direction(v, factor)
 
