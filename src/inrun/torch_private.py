@@ -35,6 +35,8 @@ __all__ = [
     "may_change_size",
     "move_last",
     "norms_of",
+    "own_buffers",
+    "own_children",
     "unflatten_tree",
     "uncompiled",
     "unsafe_view",
@@ -102,6 +104,16 @@ def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:
     """Put a step pre-hook behind those that were registered after it."""
     hooks = optimizer._optimizer_step_pre_hooks
     hooks[handle.id] = hooks.pop(handle.id)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers, as it holds them: public ways walk the whole tree and make names, at every step."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
+    """Return a module's children, as it holds them."""
+    return module._modules.values()
 
 
 def buffers_written_silently(module: nn.Module) -> bool:

@@ -121,7 +121,8 @@ class NormRule(LayerRule):
 
     def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
         """Over one dimension, in full precision."""
-        x, weight = inputs[0], module.get_parameter("weight")
+        x, weight = inputs[0], module.weight
+        assert isinstance(weight, Tensor)
         return weight.dim() == 1 and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,14 +86,18 @@ class Call:
     #: The parameters of an owned layer, in order.
     owned_names: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def asked_names(self) -> tuple[str, ...]:
         """Return the parameters that are asked for."""
         return tuple(ask.name for ask in self.asks)
 
     def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pick places, directions, signs and weights out of ``asked`` tensors: they come before the probes."""
-        return list(tensors[: self.places + sum(ask.given for ask in self.asks)])
+        return list(tensors[: self._given])
+
+    @cached_property
+    def _given(self) -> int:
+        return self.places + sum(ask.given for ask in self.asks)
 
     @property
     def places(self) -> int:

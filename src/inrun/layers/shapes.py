@@ -332,6 +332,8 @@ class LookUp(GradientShape):
 
 def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
     """Contract formed gradients ``[m, p, q]`` with directions ``[k, p, q]``: ``[m, k]``, or ``[m, k, p]`` by rows."""
+    if by_rows and len(v) == 1 and g.nbytes <= CACHE_BYTES:
+        return torch.linalg.vecdot(g, v[0]).unsqueeze(1)
     if by_rows:
         # In pieces whose products stay in the cache: twice as fast as a batched product, where whole ones would be slower.
         rows = max(1, SCRATCH_BYTES // max(g[0, :1].nbytes, 1))
