@@ -282,10 +282,11 @@ class Step(OpenStep):
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, right after it was accumulated."""
-        before = self.watch.seen.get(parameter)
+        empty = bool(self.microbatches) and self.microbatches[-1].n == 0
+        before = self.watch.seen.get(parameter) if empty else None
         try:
             self.watch.arrive(parameter)
-            if self.microbatches and self.microbatches[-1].n == 0:
+            if empty:
                 self._check_empty(parameter, 0.0 if before is None else float(before.norm))
         except StepError:
             self.broken = True

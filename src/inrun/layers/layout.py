@@ -94,7 +94,7 @@ def dot_each(g: Tensor, v: Tensor) -> Tensor:
     if g.dim() == 2 and g.dtype == v.dtype and g.nbytes <= FEW_BYTES:
         return F.linear(g, v)
     flat = g.reshape(g.shape[0], -1).to(v.dtype)
-    if len(v) == 1:
+    if v.shape[0] == 1:
         return torch.mv(flat, v.reshape(-1)).unsqueeze(1)
     # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
     return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)

@@ -149,10 +149,13 @@ class GradientWatch:
             _check_autocast(parameter.device.type)
             if not self.hooked:
                 at_end_of_backward(self.measure)
-        self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
-        if before is not None and not before.untouched(gradient, writes=1):
-            self.disturbed.add(parameter)
+        if before is None:
+            self.backwards[parameter] = {backward}
+        else:
+            self.backwards[parameter].add(backward)
+            if not before.untouched(gradient, writes=1):
+                self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
         note = self.seen[parameter] = Seen(gradient, version_of(gradient))
