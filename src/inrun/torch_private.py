@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,7 +26,6 @@ __all__ = [
     "buffers_written_silently",
     "compiler_here",
     "current_backward",
-    "divide_by_roots",
     "flatten_tree",
     "foreign_gradient_hooks",
     "is_compiled",
@@ -84,15 +82,6 @@ def at_end_of_backward(run: Callable[[], None]) -> None:
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the norms of many small tensors in one go, each in its own precision."""
     return tuple(torch._foreach_norm(tensors))
-
-
-def divide_by_roots(tensors: list[Tensor], squares: list[Tensor], eps: float) -> None:
-    """Divide each tensor, in place and in one go, by √square + ε; by infinity where the square is 0."""
-    sizes = torch._foreach_sqrt(squares)
-    for size in sizes:
-        torch.threshold_(size, 0.0, math.inf)
-    torch._foreach_add_(sizes, eps)
-    torch._foreach_div_(tensors, sizes)
 
 
 def foreign_gradient_hooks(parameters: Iterable[nn.Parameter], ours: int) -> bool:

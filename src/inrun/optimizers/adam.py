@@ -16,7 +16,6 @@ from torch import Tensor
 
 from inrun.optimizers.quotient import QuotientRule, slope_of_root
 from inrun.optimizers.registry import Group, Realised, Recall, State, chunks_of, held, learning_rate, next_step, register, sign_of
-from inrun.torch_private import divide_by_roots
 
 #: Entries up to which a parameter is taken together with others.
 SMALL = 64 << 10
@@ -97,7 +96,7 @@ class AdamRule(MomentsRule):
         return (-1.0 if group["maximize"] else 1.0) * correction * (1.0 - beta1) / (1.0 - beta1 ** (done + 1.0))
 
     def frozen_each(self, items: Sequence[tuple[Tensor, Tensor, Group, State]]) -> list[float | None]:
-        """Take the small parameters of a group that have stepped equally often in one go: calls cost more than they do."""
+        """Take the options of small parameters of a group that have stepped equally often once: they cost more than the sums."""
         found: list[float | None] = [None] * len(items)
         alike: dict[tuple[int, float], list[int]] = {}
         for place, (raw, _, group, state) in enumerate(items):
@@ -110,8 +109,9 @@ class AdamRule(MomentsRule):
             group = items[places[0]][2]
             beta1, beta2 = (float(beta) for beta in group["betas"])
             correction = math.sqrt(1.0 - beta2**done)
-            squares = [items[place][3]["exp_avg_sq"] for place in places]
-            divide_by_roots([items[place][0] for place in places], squares, float(group["eps"]) * correction)
+            eps = float(group["eps"]) * correction
+            for raw, _, _, state in (items[place] for place in places):
+                raw.div_(torch.threshold_(torch.sqrt(state["exp_avg_sq"]), 0.0, math.inf).add_(eps))
             factor = sign_of(group) * correction * (1.0 - beta1) / (1.0 - beta1 ** (done + 1.0))
             for place in places:
                 found[place] = factor
