@@ -239,3 +239,28 @@ def test_encoders_call_their_parts_without_the_fast_path() -> None:
         layer(torch.randn(2, 3, 4))
     assert called
     assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+def test_a_backward_tells_that_it_has_ended() -> None:
+    """Breaks: gradients would be measured one by one in hooks, or after clipping, whose factor would then go unseen."""
+    told: list[str] = []
+    w, u = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    w.register_post_accumulate_grad_hook(lambda _: torch_private.at_end_of_backward(lambda: told.append("end")))
+    for p in (w, u):
+        p.register_post_accumulate_grad_hook(lambda _: told.append("arrived"))
+    (w * u).sum().backward()
+    assert told == ["arrived", "arrived", "end"]
+
+
+def test_many_small_tensors_in_one_go() -> None:
+    """Breaks: norms of small gradients would cost more calls than arithmetic."""
+    tensors = [torch.randn(3, 2, dtype=torch.float64), torch.zeros(0, dtype=torch.float64), torch.full((4,), 2.0).double()]
+    norms = torch_private.norms_of(tensors)
+    torch.testing.assert_close(torch.stack(norms), torch.stack([torch.linalg.vector_norm(x) for x in tensors]))
+
+
+def test_what_a_module_holds() -> None:
+    """Breaks: every validation pass would walk the tree of modules by name, several times."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU())
+    assert list(torch_private.own_children(module)) == list(module.children())
+    assert dict(torch_private.own_buffers(module[0])) == dict(module[0].named_buffers())

@@ -35,6 +35,9 @@ __all__ = [
     "keep_version_counters",
     "may_change_size",
     "move_last",
+    "norms_of",
+    "own_buffers",
+    "own_children",
     "unflatten_tree",
     "uncompiled",
     "unsafe_view",
@@ -70,7 +73,10 @@ def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something when the running backward has ended, after what was queued so far and what that queues (DDP's reduction)."""
+    """Call something when the running backward has ended, after what was queued so far and what that queues (DDP's reduction).
+
+    It is not called where the backward fails.
+    """
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(lambda: engine.queue_callback(call))
 
@@ -107,6 +113,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the norms of many small tensors in one go, each in its own precision."""
+    return tuple(torch._foreach_norm(tensors))
+
+
 def foreign_gradient_hooks(parameters: Iterable[nn.Parameter], ours: int) -> bool:
     """Whether gradients of these parameters may be changed by hooks of others; ``ours`` hooks after accumulation are ours."""
     return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > ours for p in parameters)  # type: ignore[attr-defined]
@@ -116,6 +127,16 @@ def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:
     """Put a step pre-hook behind those that were registered after it."""
     hooks = optimizer._optimizer_step_pre_hooks
     hooks[handle.id] = hooks.pop(handle.id)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers, as it holds them: public ways walk the whole tree and make names, at every step."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> Iterable[nn.Module | None]:
+    """Return a module's children, as it holds them."""
+    return module._modules.values()
 
 
 def buffers_written_silently(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import inrun
-from inrun.engine.checks.gradients import norm_of
+from inrun.engine.checks.gradients import norm_of, norms
 from inrun.errors import CoverageError, OptimizerError, RowOwnershipError, StepError
 from inrun.training.gpt import next_token_loss
 from reference import contributions, gradients, relative_error, sample_gradients, secant_gain, sgd_gain
@@ -500,3 +501,35 @@ def test_a_large_weight_is_not_taken_for_a_changed_gradient():
     for shape in ((), (1,), (1023,), (1024,), (1025,), (3, 1024, 1024), (0,)):
         some = torch.randn(shape, generator=generator)
         assert torch.allclose(norm_of(some), some.double().norm().float(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_that_fails_on_its_way_is_not_settled(fails: bool) -> None:
+    """Gradients are measured when their backward has ended; of one that never did, clipping could not be told."""
+
+    class Fragile(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            between = self[0](x)
+            if fails and torch.is_grad_enabled() and len(x) > 1:
+                between.register_hook(lambda g: 1 / 0)
+            return self[1](between)
+
+    model, x = Fragile(nn.Linear(D, D), nn.Linear(D, D)).double(), floats(3, D)
+    optimizer, accountant = attach(model, x)
+    with contextlib.ExitStack() as expected:
+        if fails:
+            expected.enter_context(pytest.raises(StepError, match="failed on its way"))
+        with accountant.step(range(3)):
+            with contextlib.suppress(ZeroDivisionError):
+                square(model, x).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+
+def test_norms_of_many_gradients_are_those_of_each() -> None:
+    """Small ones go in one call, large and coarse ones in pieces; the order is theirs."""
+    shapes = [(3,), (300, 200), (0,), (7, 5), (2, 2)]
+    kinds = [torch.float64, torch.float32, torch.float64, torch.bfloat16, torch.float32]
+    gradients = [floats(*shape, seed=i).to(kind) for i, (shape, kind) in enumerate(zip(shapes, kinds, strict=True))]
+    for found, g in zip(norms(gradients), gradients, strict=True):
+        assert float(found) == pytest.approx(float(g.double().norm()), rel=1e-6)

@@ -27,8 +27,9 @@ from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
-from inrun.layers import Call, Layout, Output, Owned, Tapped
+from inrun.layers import Ask, Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
+from inrun.layers.packed import Packing
 from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import current_backward, without_attention_fast_path
@@ -67,6 +68,8 @@ class Capture:
                 site.let_be_read(False)
                 if site.rule.reads:
                     site.fall_back()  # where parameters meet the samples must be seen
+        #: What is known of the last call of a layer.
+        self._calls: dict[Site, Call] = {}
         #: Modules that were seen to run more than once in a forward.
         self.repeated: set[Site] = set()
         self._paused = False
@@ -326,7 +329,7 @@ class Capture:
             asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
             if asks:
                 site.note_form("shared")
-                call = Call(rule, constants, n, asks, packing=packing, turn=turn)
+                call = self._call(site, constants, n, asks, packing, turn)
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
@@ -349,6 +352,14 @@ class Capture:
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
         tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
+
+    def _call(self, site: Site, constants: Any, n: int, asks: tuple[Ask, ...], packing: Packing | None, turn: str) -> Call:
+        """Return what the backward of an owned layer knows beside tensors; it is the same at most steps."""
+        call = self._calls.get(site)
+        same = call is not None and call.asks == asks and call.n == n and call.turn == turn and call.constants == constants
+        if call is None or not same or call.rule is not site.rule or call.packing is not packing:
+            call = self._calls[site] = Call(site.rule, constants, n, asks, packing=packing, turn=turn)
+        return call
 
     def _score_on_apart(self, site: Site, micro: Microbatch, original: Callable[..., Any], x: Tracked) -> Any:
         """Run a layer on what another one made without any sample: on one copy per sample, which is followed in turn."""

@@ -82,8 +82,9 @@ class History:
         """Return how many entries never had a gradient; None where that need not be looked at again."""
         p = s.parameter
         held = s.owner.state.get(p, state)
-        begun = self._with_some.get(p) is held and float(state.get("step", 0)) > EARLY
-        if not count and (begun or self._with_all.get(p) is held):
+        if not count and self._with_all.get(p) is held:
+            return None
+        if not count and self._with_some.get(p) is held and float(state.get("step", 0)) > EARLY:
             return None
         missing = self._missing(s, rule, state)
         if missing < p.numel() and state:
@@ -163,6 +164,7 @@ class Directions:
     def prepare(self, count: bool) -> None:
         """Make the directions that are known before the backward; ``count`` entries whose gain is 0 for lack of history."""
         self._options = [self._options_of(i) for i in range(len(self.optimizers))]
+        made: dict[UpdateRule, list[tuple[Scored, tuple[Tensor, Tensor, dict[str, Any], dict[str, Any]]]]] = {}
         for s in self.scored:
             raw = self.raw.get(s.parameter)
             rule = self.rules[s.optimizer]
@@ -177,7 +179,9 @@ class Directions:
                 # A table that is also a head needs its raw gradient again when the optimizer steps.
                 spare = self.keep_raw or (s.some_sparse and not rule.can_thaw(state))
                 v = raw.clone() if spare else raw
-                factor = rule.frozen(v, s.weight, s.group, state)
+                made.setdefault(rule, []).append((s, (v, s.weight, s.group, state)))
+        for rule, items in made.items():
+            for (s, (v, *_)), factor in zip(items, rule.frozen_each([item for _, item in items]), strict=True):
                 if factor is not None:
                     self.streaming[s.parameter] = Direction(v, factor)
 

@@ -311,7 +311,7 @@ class Microbatch:
                 continue
             if direction is not None:
                 by_rows = self.directions.by_rows(s) and rule.rows_are_classes(name, s.parameter)
-                asks.append(Ask(name, by_rows, shards=s.shards))
+                asks.append(_contraction(name, by_rows) if s.shards is None else Ask(name, by_rows, shards=s.shards))
                 directions.append(direction.v)
                 probes.append(self._sum_leaf(s, by_rows))
                 continue
@@ -407,6 +407,12 @@ class Microbatch:
             x.grad = None
         self.sums, self.row_sums, self.kept, self.replays, self._formed = {}, {}, [], [], {}
         self.sketches, self.kept_rows = {}, []
+
+
+@functools.cache
+def _contraction(name: str, by_rows: bool) -> Ask:
+    """Ask for the inner products of a parameter: the same at every call."""
+    return Ask(name, by_rows)
 
 
 def _arrive(

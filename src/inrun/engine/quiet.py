@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from inrun.errors import ValidationError
-from inrun.torch_private import buffers_written_silently, version_of
+from inrun.torch_private import buffers_written_silently, own_buffers, own_children, version_of
 
 
 @contextlib.contextmanager
@@ -44,8 +44,8 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return all modules, each once; several times as fast as ``model.modules()``, which hands every one up the tree."""
     found, waiting = {model: None}, [model]
     while waiting:
-        for child in waiting.pop().children():
-            if child not in found:
+        for child in own_children(waiting.pop()):
+            if child is not None and child not in found:
                 found[child] = None
                 waiting.append(child)
     return list(found)
@@ -89,13 +89,14 @@ class BufferGuard:
     def __init__(self, model: nn.Module) -> None:
         """Watch the buffers of ``model``."""
         self.model = model
-        self.written: dict[tuple[bool, ...], set[str]] = {}
+        #: By constellation: the buffers, as places of their modules in the tree and names there.
+        self.written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Restore what is written to in the block."""
         modules = modules_of(self.model)
-        buffers = dict(self.model.named_buffers())
+        buffers = {(i, k): b for i, m in enumerate(modules) for k, b in own_buffers(m).items() if b is not None}
         flags = tuple(m.training for m in modules)
         written = self.written.get(flags)
         copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
@@ -106,27 +107,28 @@ class BufferGuard:
             yield
             finished = True
         finally:
-            after = dict(self.model.named_buffers()) if buffers else {}
-            changed = {n for n, b in buffers.items() if version_of(b) != versions[n] or after.get(n) is not b}
+            after = {(i, k): own_buffers(modules[i]).get(k) for i, k in buffers}
+            changed = {n for n, b in buffers.items() if version_of(b) != versions[n] or after[n] is not b}
             if written is None:
                 changed |= {name for name, copy in copies.items() if not torch.equal(buffers[name], copy)}
             for name in copies if written is not None else changed & set(copies):
-                _put_back(self.model, name, buffers[name], copies[name])
+                _put_back(modules[name[0]], name[1], buffers[name], copies[name])
             if finished or written is not None:  # a pass that was broken off has not shown all
                 self.written[flags] = changed | (written or set())
             lost = changed - set(copies)
             if lost:
+                names = {m: name for name, m in self.model.named_modules()}
+                told = sorted(f"{names[modules[i]]}.{k}".lstrip(".") for i, k in lost)
                 raise ValidationError(
-                    f"the extra forward pass wrote to buffers {sorted(lost)} that it had not written to before; "
+                    f"the extra forward pass wrote to buffers {told} that it had not written to before; "
                     "make the model's forward free of side effects in eval mode"
                 )
 
 
-def _put_back(model: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None:
-    owner, _, local = name.rpartition(".")
+def _put_back(owner: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None:
     with torch.no_grad():
         buffer.copy_(copy)
-    setattr(model.get_submodule(owner), local, buffer)
+    setattr(owner, name, buffer)
 
 
 class _NotReentrant:
@@ -163,7 +165,9 @@ def run_eagerly(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Return the devices that hold the model's parameters."""
+    """Return the devices that hold the model's parameters and may have a random state of their own."""
+    if not torch.cuda.is_available():
+        return []
     return list({p.device for p in model.parameters()})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -157,11 +156,13 @@ class Site:
 
     def holds_its_parameters(self) -> bool:
         """Whether the module's parameters are those that are scored; ``torch.func.functional_call`` puts others in place."""
-
-        def held(name: str) -> Any:
-            return functools.reduce(getattr, name.split("."), self.module)
-
-        return all(s.is_parameter(held(name)) for name, s in self.scored.items())
+        for name, s in self.scored.items():
+            held: Any = self.module
+            for part in name.split("."):
+                held = getattr(held, part)
+            if not s.is_parameter(held):
+                return False
+        return True
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples, as the rule knows it."""

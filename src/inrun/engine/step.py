@@ -330,9 +330,9 @@ class Step(OpenStep):
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, right after it was accumulated."""
-        before = self.watch.seen.get(parameter)
+        empty = bool(self.microbatches) and self.microbatches[-1].n == 0
+        before = self.watch.seen.get(parameter) if empty else None
         try:
-            empty = bool(self.microbatches) and self.microbatches[-1].n == 0
             self.watch.arrive(parameter, measure=empty)
             if empty:
                 self._check_empty(parameter, 0.0 if before is None else float(before.norm))
@@ -347,6 +347,7 @@ class Step(OpenStep):
         seen = self.watch.seen.get(parameter)
         if seen is None:
             return
+        self.watch.measure()
         if float(seen.norm) != before:
             raise StepError(
                 f"{self.watch.names[parameter]} received gradient in a batch without rows, which is no sample's; give ids for the "
@@ -503,8 +504,8 @@ class Step(OpenStep):
 
     def _complete_whole(self, whole: WholeSettlement, coarse: bool) -> None:
         self.factors.measure_all()
-        finite = [bool(torch.isfinite(note.norm)) for note in self.watch.seen.values()]
-        if self.processes.agree("finite gradients", self.number, not all(finite)):
+        finite = bool(torch.isfinite(torch.stack([note.norm for note in self.watch.seen.values()])).all())
+        if self.processes.agree("finite gradients", self.number, not finite):
             self._skip(Skip.CONTRIBUTIONS)
             return
         rounded = self._rounded() if coarse else frozenset[nn.Parameter]()
@@ -557,6 +558,7 @@ class Step(OpenStep):
         if not self.watch.seen:
             raise StepError("the step had no backward: call loss.backward() and optimizer.step() inside it")
         if not self._settled_all():
+            self.watch.measure()
             norms = torch.stack([note.norm.double() for note in self.watch.seen.values()])
             if bool(torch.isfinite(norms).all()):
                 raise StepError(

@@ -305,6 +305,8 @@ class Validation:
         if not present:
             return None
         one = present[0]
+        if len(grads) == 1 and one.dtype in (torch.float32, torch.float64) and one.is_contiguous():
+            return one.unsqueeze(0)
         dtype = torch.promote_types(one.dtype, torch.float32)
         if len(grads) == 1:
             return one.to(dtype).contiguous().unsqueeze(0)

@@ -22,6 +22,7 @@ import threading
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Layout = Literal["rows", "flat", "free", "bare", "apart", "second", "cycled"]
@@ -55,8 +56,11 @@ def sum_positions(b: Tensor) -> Tensor:
 
 
 def row_dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return one inner product per row of two ``[n, m]`` tensors, without a temporary where the device allows."""
-    if x.device.type == "cpu" and x.shape[0] <= 256:
+    """Return one inner product per row of two ``[n, m]`` tensors, without a temporary where the device allows.
+
+    Of few numbers with one: calls would take longer than the products do.
+    """
+    if x.device.type == "cpu" and x.shape[0] <= 256 and x.nbytes > FEW_BYTES:
         return torch.stack([torch.dot(p, q) for p, q in zip(x.unbind(0), y.unbind(0), strict=True)])
     return (x * y).sum(1)
 
@@ -65,6 +69,8 @@ _scratch = threading.local()
 
 #: Bytes that a temporary may take; what needs more is done in pieces.
 SCRATCH_BYTES = 4 << 20
+#: Bytes of which one pass takes less time than a few calls.
+FEW_BYTES = 512 << 10
 #: Bytes that are read and written again and again at the speed of a core's own cache.
 CACHE_BYTES = 1 << 20
 
@@ -85,8 +91,10 @@ def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None, use: str = "")
 
 def dot_each(g: Tensor, v: Tensor) -> Tensor:
     """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
+    if g.dim() == 2 and g.dtype == v.dtype and g.nbytes <= FEW_BYTES:
+        return F.linear(g, v)
     flat = g.reshape(g.shape[0], -1).to(v.dtype)
-    if len(v) == 1:
+    if v.shape[0] == 1:
         return torch.mv(flat, v.reshape(-1)).unsqueeze(1)
     # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
     return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)

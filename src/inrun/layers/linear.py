@@ -6,6 +6,7 @@ The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from inrun.layers.registry import LayerRule, Owner, register, register_finder
 from inrun.layers.shapes import Formed, GradientShape, Outer, Parts
 
 
+@functools.cache
 def shared_is_cheaper(t: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Choose the form of one layer whose direction is known: n, p and q are factors of both costs (``forms.py``)."""
     return Contraction(1, t, 1, 1).cheapest(("shared", "project"), dtype, device.type) == "shared"
@@ -96,7 +98,8 @@ class LinearRule(LayerRule):
 
     def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
         """In full precision, where the cost model prefers it."""
-        a, weight = inputs[0], module.get_parameter("weight")
+        a, weight = inputs[0], module.weight
+        assert isinstance(weight, Tensor)
         if not weight.requires_grad or a.dtype != weight.dtype or a.dtype not in (torch.float32, torch.float64):
             return False
         return forced or shared_is_cheaper(positions(a, n), a.dtype, a.device)

@@ -121,7 +121,8 @@ class NormRule(LayerRule):
 
     def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
         """Over one dimension, in full precision."""
-        x, weight = inputs[0], module.get_parameter("weight")
+        x, weight = inputs[0], module.weight
+        assert isinstance(weight, Tensor)
         return weight.dim() == 1 and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
 
 
@@ -134,6 +135,10 @@ def form_normalised(x: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor, n: 
     x, b = by_sample(x, n, 1), by_sample(b, n, 1)
     mean = None if mean is None else mean.reshape(n, -1, 1)
     rows = rstd.reshape(n, 1, -1)
+    if 0 < x.nbytes <= SCRATCH_BYTES:
+        scratch = scratch_like(x)
+        centred = x if mean is None else torch.sub(x, mean, out=scratch)
+        return torch.bmm(rows, torch.mul(centred, b, out=scratch)).squeeze(1)
     piece = max(1, SCRATCH_BYTES * n // max(x.nbytes, 1))
     parts = []
     for first in range(0, n, piece):

@@ -153,7 +153,8 @@ def go_back(
 
 def _shapes(found: cells.Back, trace: cells.Trace | lstm.Trace, end: str) -> dict[str, GradientShape]:
     """Return the shapes of the gradients of one layer and direction."""
-    d = by_sample_first(found.d_input)
+    # Laid out by sample: two batched products and a sum read it.
+    d = by_sample_first(found.d_input).contiguous()
     d_state = d if found.d_state is found.d_input else by_sample_first(found.d_state)
     bias = Formed(sum_positions(d))
     shapes: dict[str, GradientShape] = {

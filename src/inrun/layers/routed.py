@@ -71,9 +71,10 @@ class Routed(GradientShape):
         self.x, self.y, self.order = x, y, order
 
     def contract(self, v: Tensor) -> Tensor:
-        """x_s · (v_e y_s), one product of the size of the layer's forward."""
+        """x_s · (v_e y_s) or (x_s v_e) · y_s, one product of the size of the layer's forward; the smaller result is multiplied."""
         x, y = self.x.to(v.dtype), self.y.to(v.dtype)
-        each = [(multiply(self.order, y, direction, transposed=False).mul_(x)).sum(1) for direction in v]
+        near, far, turned = (x, y, False) if x.shape[1] <= y.shape[1] else (y, x, True)
+        each = [multiply(self.order, far, direction, transposed=turned).mul_(near).sum(1) for direction in v]
         return self.order.sum_by_sample(torch.stack(each, 1))
 
     def total(self) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.layers.seam import Call, Owned, SecondOrder, gradients_for_probes, unrounded
+from inrun.layers.seam import Call, Owned, SecondOrder, gradients_for_probes, plainly
 
 
 class Spread(torch.autograd.Function):
@@ -32,10 +32,11 @@ class Spread(torch.autograd.Function):
         """Pass the sum on, and return what was asked for."""
         (b,), call = grads, ctx.call
         past, *directions = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        twice = torch.is_grad_enabled()
+        if twice:
             b = SecondOrder.apply(b, past)
         buffers, ctx.buffers = ctx.buffers, {}
-        with torch.no_grad(), unrounded(b):
+        with plainly(b, twice):
             each = b.detach().movedim(ctx.place[0], 0)
             copies = each if len(each) == call.n else each.reshape(call.n, -1, *each.shape[1:]).sum(1)
             shapes = call.rule.gradients(call.constants, (), copies.reshape(call.n, *ctx.shape), call.n, call.asked_names)
@@ -74,8 +75,8 @@ class Multiplied(Owned):
         found: dict[str, Tensor] = {}
         if twice:
             found = {k: s.total() for k, s in call.gradients(saved, b, [], tuple(wanted)).items()}
-        with torch.no_grad(), unrounded(b):
-            shapes = call.gradients(saved, b.detach(), [], call.asked_names)
+        with plainly(b, twice):
+            shapes = call.gradients(saved, b.detach() if twice else b, [], call.asked_names)
             once, leaving = gradients_for_probes(call, shapes, directions, buffers, want_totals=not twice)
             kinds = {name: kind for name, (kind, _) in call.constants[1].items()}
             if not twice:

@@ -8,7 +8,7 @@ At step t, with z = ±G (+ λw for Adam's L2 decay):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from inrun.optimizers.quotient import QuotientRule, slope_of_root
 from inrun.optimizers.registry import Group, Realised, Recall, State, chunks_of, held, learning_rate, next_step, register, sign_of
+
+#: Entries up to which a parameter is taken together with others.
+SMALL = 64 << 10
 
 
 def first_moment(group: Group) -> Recall:
@@ -91,6 +94,28 @@ class AdamRule(MomentsRule):
                 here = torch.sqrt(second[some], out=size[: some.stop - some.start])
                 rows[:, some].div_(torch.threshold_(here, 0.0, math.inf).add_(eps))
         return (-1.0 if group["maximize"] else 1.0) * correction * (1.0 - beta1) / (1.0 - beta1 ** (done + 1.0))
+
+    def frozen_each(self, items: Sequence[tuple[Tensor, Tensor, Group, State]]) -> list[float | None]:
+        """Take the options of small parameters of a group that have stepped equally often once: they cost more than the sums."""
+        found: list[float | None] = [None] * len(items)
+        alike: dict[tuple[int, float], list[int]] = {}
+        for place, (raw, _, group, state) in enumerate(items):
+            second = None if group["amsgrad"] else state.get("exp_avg_sq")
+            if second is not None and second.numel() <= SMALL and second.dtype == raw.dtype and float(state["step"]) >= 1:
+                alike.setdefault((id(group), float(state["step"])), []).append(place)
+            else:
+                found[place] = self.frozen(*items[place])
+        for (_, done), places in alike.items():
+            group = items[places[0]][2]
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            correction = math.sqrt(1.0 - beta2**done)
+            eps = float(group["eps"]) * correction
+            for raw, _, _, state in (items[place] for place in places):
+                raw.div_(torch.threshold_(torch.sqrt(state["exp_avg_sq"]), 0.0, math.inf).add_(eps))
+            factor = sign_of(group) * correction * (1.0 - beta1) / (1.0 - beta1 ** (done + 1.0))
+            for place in places:
+                found[place] = factor
+        return found
 
     def _correction(self, group: Group, state: State) -> float:
         return math.sqrt(1.0 - float(group["betas"][1]) ** float(state["step"]))

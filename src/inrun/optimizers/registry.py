@@ -9,7 +9,7 @@ everywhere but in ``frozen``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -221,6 +221,10 @@ class UpdateRule:
             gradient: the parameter then waits for it.
         """
         return None
+
+    def frozen_each(self, items: Sequence[tuple[Tensor, Tensor, Group, State]]) -> list[float | None]:
+        """Do the same for many parameters, given as the arguments of :meth:`frozen`."""
+        return [self.frozen(*item) for item in items]
 
     def thaw(self, v: Tensor, group: Group, state: State) -> Tensor:
         """Return the validation gradients from which ``frozen`` made ``v``, where no gain was 0."""

@@ -7,7 +7,7 @@ told apart from anything else by the norms of the single tensors and a few of th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored, local
 from inrun.errors import ConservationError, CoverageError, OptimizerError, StepError
-from inrun.torch_private import at_end_of_backward, current_backward, foreign_gradient_hooks, version_of
+from inrun.torch_private import at_end_of_backward, current_backward, foreign_gradient_hooks, norms_of, version_of
 
 SKETCH = 8
 #: Entries whose squares are added up at a time, and up to how many that is done in one go.
@@ -36,12 +36,12 @@ def _check_autocast(device: str) -> None:
 
 @dataclass
 class Seen:
-    """What a gradient looked like right after a backward."""
+    """What a gradient looked like right after a backward; norm and sketch are there once that has come to its end."""
 
     gradient: Tensor
     version: int
-    norm: Tensor
-    sketch: Tensor
+    norm: Tensor = field(init=False)
+    sketch: Tensor = field(init=False)
 
     def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
         """Whether this very tensor is still there and was written to just so often.
@@ -74,30 +74,40 @@ def norm_of(gradient: Tensor) -> Tensor:
     return torch.hypot(torch.linalg.vector_norm(norms), rest)
 
 
-def sketch_of(gradient: Tensor) -> Tensor:
-    """Return a copy of the first entries: they tell a sign, which norms do not."""
-    return gradient.reshape(-1)[:SKETCH].clone()
+def norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Return :func:`norm_of` every gradient; small ones in one go, since models have many."""
+    found: list[Tensor | None] = [None] * len(gradients)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, g in enumerate(gradients):
+        if g.numel() <= FEW and g.dtype in (torch.float32, torch.float64):
+            kinds.setdefault((g.dtype, g.device), []).append(place)
+        else:
+            found[place] = norm_of(g)
+    for places in kinds.values():
+        for place, norm in zip(places, norms_of([gradients[i] for i in places]), strict=True):
+            found[place] = norm
+    return [x for x in found if x is not None]
 
 
-def _sketches_agree(seen: list[tuple[Scored, Seen]]) -> bool:
+def _first(gradient: Tensor) -> Tensor:
+    """Return the first entries: they tell a sign, which norms do not."""
+    if gradient.is_contiguous():
+        return gradient.as_strided((min(SKETCH, gradient.numel()),), (1,))
+    return gradient.reshape(-1)[:SKETCH]
+
+
+def _sketches_agree(now: Tensor, then: Tensor) -> bool:
     """Whether the first entries are what they were, and not all 0: a loss scaler's kernel does not count its writes."""
-    now = torch.cat([g.reshape(-1)[:SKETCH] for s, _ in seen if (g := s.gradient) is not None])
-    then = torch.cat([note.sketch for _, note in seen])
     return torch.equal(now, then) and bool((then != 0).any())
 
 
-def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-    """Return ‖first entries now − factor · first entries then‖ and ‖first entries then‖, per gradient."""
-    now, then = torch.cat([g.reshape(-1)[:SKETCH] for g in gradients]).cpu(), torch.cat(before).cpu()
-    owner = torch.repeat_interleave(torch.tensor([len(x) for x in before]))
+def _sketch_distances(now: Tensor, then: Tensor, sizes: list[int], factor: float) -> tuple[Tensor, Tensor]:
+    """Return ‖first entries now − factor · first entries then‖ and ‖first entries then‖, per gradient; ``sizes`` of each."""
+    now, then = now.cpu(), then.cpu()
+    owner = torch.repeat_interleave(torch.tensor(sizes))
     pairs = torch.stack([now.double() - factor * then.double(), then.double()]).square()
-    sums = pairs.new_zeros(2, len(before)).index_add_(1, owner, pairs).sqrt()
+    sums = pairs.new_zeros(2, len(sizes)).index_add_(1, owner, pairs).sqrt()
     return sums[0], sums[1]
-
-
-def _look(gradient: Tensor) -> Seen:
-    here = local(gradient)
-    return Seen(gradient, version_of(here), norm_of(here), sketch_of(here))
 
 
 class GradientWatch:
@@ -123,6 +133,8 @@ class GradientWatch:
         self.before: dict[nn.Parameter, Tensor] = {}
         self.settled = False
         self._latest: int | None = None
+        #: Gradients that arrived and are to be measured when their backward has come to its end.
+        self._arrived: list[Seen] = []
         #: Hooks of others may change gradients on their way to ``.grad``, where nothing is seen of it.
         self.hooked = foreign_gradient_hooks(self.names, ours=1)
         self._handles = [p.register_hook(self._before_arrival(p)) for p in self.names if p.grad is not None]
@@ -140,18 +152,17 @@ class GradientWatch:
 
         return hook
 
-    @torch.no_grad()
     def arrive(self, parameter: nn.Parameter, measure: bool = False) -> None:
-        """Note a gradient right after it was accumulated; where it will be reduced, measure it then, unless told to now."""
+        """Note a gradient right after it was accumulated; it is measured at the end of its backward, unless told to now."""
         gradient = parameter.grad
         if gradient is None:
             return
         backward = current_backward()
         if backward != self._latest:
             self._latest = backward
-            if self.reduced:
-                at_end_of_backward(self._measure_reduced)
             _check_autocast(parameter.device.type)
+            if self.reduced or not self.hooked:
+                at_end_of_backward(self._measure_reduced if self.reduced else self.measure)
         self.backwards.setdefault(parameter, set()).add(backward)
         before = self.seen.get(parameter)
         # DDP lays its buckets out anew after the first backward: a view of one is another tensor then, with the same content.
@@ -161,14 +172,35 @@ class GradientWatch:
         if self.settled:
             self.late.add(parameter)
         if measure or not self.reduced:
-            self.seen[parameter] = _look(gradient)
+            self._note(self.seen, parameter)
+        if measure or (self.hooked and not self.reduced):  # before any hook of others changes it
+            self.measure()
 
-    @torch.no_grad()
+    def _note(self, seen: dict[nn.Parameter, Seen], parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        note = seen[parameter] = Seen(gradient, version_of(local(gradient)))
+        self._arrived.append(note)
+
     def _measure_reduced(self) -> None:
         """At the end of a backward, when gradients are what all processes use."""
         for p in self.names:
             if p.grad is not None:
-                (self.seen if p in self.backwards else self._elsewhere)[p] = _look(p.grad)
+                self._note(self.seen if p in self.backwards else self._elsewhere, p)
+        self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Take norms and first entries of the gradients that arrived, all at once."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        gradients = [local(note.gradient) for note in arrived]
+        first = [_first(g) for g in gradients]
+        alike = all(x.dtype == first[0].dtype and x.device == first[0].device for x in first)
+        copies = torch.cat(first).split([x.numel() for x in first]) if alike else [x.clone() for x in first]
+        for note, norm, sketch in zip(arrived, norms(gradients), copies, strict=True):
+            note.norm, note.sketch = norm, sketch
 
     def take_reduced(self, scored: list[Scored], processes: Processes) -> None:
         """Take gradients into account that arrived on other processes only, of samples there."""
@@ -240,16 +272,20 @@ class GradientWatch:
         Raises:
             OptimizerError: The change is not one number for all parameters, and ``strict``.
         """
+        if self._arrived:
+            raise StepError(
+                "a backward of this step failed on its way, and the gradients that it left are not whole; leave the step, call "
+                "zero_grad() and begin a new one"
+            )
         seen = [(s, self.seen[s.parameter]) for s in scored if s.parameter in self.seen]
         gone = [s.name for s, _ in seen if s.parameter.grad is None]
         if gone:
             raise OptimizerError(f"the gradient of {', '.join(gone)} was removed between backward and optimizer.step()")
-        before = torch.stack([note.norm for _, note in seen]).double()
         grads = [g for s, _ in seen if (g := s.gradient) is not None]
-        after = torch.stack([norm_of(g) for g in grads]).double()
-        b, a = torch.stack([before, after]).cpu()
+        b, a = torch.stack([*(note.norm for _, note in seen), *norms(grads)]).double().cpu().view(2, -1)
+        now, then = torch.cat([_first(g) for g in grads]), torch.cat([note.sketch for _, note in seen])
         # Writes through .data, and those of a loss scaler's kernel, are not counted: look at all of it.
-        same = torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(seen)
+        same = torch.equal(a, b) and all(note.untouched(s.parameter.grad) for s, note in seen) and _sketches_agree(now, then)
         if self.processes.sharded:
             squares = self.processes.joined(torch.cat([b.square(), a.square(), b.new_tensor([float(not same)])]))
             same, (b, a) = float(squares[-1]) == 0.0, squares[:-1].sqrt().chunk(2)
@@ -262,7 +298,7 @@ class GradientWatch:
         eps = max(torch.finfo(g.dtype).eps for g in grads)
         tolerance = (4 if eps > 1e-5 else 64) * eps
         off = (a - c * b).abs() > tolerance * c * b + 1e-30
-        turned, first = _sketch_distances(grads, [note.sketch for _, note in seen], c)
+        turned, first = _sketch_distances(now, then, [len(note.sketch) for _, note in seen], c)
         off |= turned > tolerance * c * (first + 1e-3 * b) + 1e-30
         bad = torch.nonzero(self.processes.joined(off.to(torch.int32))).flatten().tolist()
         if bad and not strict:
