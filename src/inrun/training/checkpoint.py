@@ -32,6 +32,7 @@ from inrun.engine.processes import Processes
 from inrun.engine.saved import join_state, split_state
 from inrun.errors import TrainingError
 from inrun.files import Files, put_folder
+from inrun.training.parallel import is_split, split_like, whole
 
 log = logging.getLogger("inrun")
 VERSION = 1
@@ -64,9 +65,10 @@ class Checkpoint:
         tensors = load_file(str(self.folder / "optimizer.safetensors"))
         saved = self.state["optimizer"]
         state: dict[int, dict[str, Any]] = {int(i): dict(values) for i, values in saved["values"].items()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for name, tensor in tensors.items():
             index, _, key = name.partition(".")
-            state.setdefault(int(index), {})[key] = tensor
+            state.setdefault(int(index), {})[key] = split_like(tensor, parameters[int(index)])
         mine = optimizer.state_dict()["param_groups"]
         if [len(g["params"]) for g in mine] != [len(g["params"]) for g in saved["groups"]]:
             raise TrainingError(f"{self.folder} was saved with other parameter groups than this run has")
@@ -89,12 +91,17 @@ class Checkpoint:
         """Return how many processes wrote it."""
         return 1 + len(self.state.get("accountants", ()))
 
-    def accountant_state(self, rank: int = 0, world: int = 1) -> dict[str, Any] | list[dict[str, Any]]:
+    def accountant_state(self, rank: int = 0, world: int = 1, split: bool = False) -> dict[str, Any] | list[dict[str, Any]]:
         """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any.
 
-        That is the state of a rank, or those of all ranks where their number is another now.
+        That is the state of a rank, or those of all ranks where their number is another now. Open windows have parts that are split
+        as the parameters are (``split``): where that is done in another way now, they cannot be gone on with.
         """
-        return self._state_of(rank) if world == self.world else [self._state_of(r) for r in range(self.world)]
+        was = bool(self.state.get("split", False))
+        found = [self._state_of(r) for r in ([rank] if world == self.world else range(self.world))]
+        if was != split or (split and world != self.world):
+            found = [{**state, "credit": None} for state in found]
+        return found[0] if world == self.world else found
 
     def _state_of(self, rank: int) -> dict[str, Any]:
         plain, file = self.state["accountants"][rank - 1] if rank else self.state["accountant"], _of_rank(CREDIT, rank)
@@ -144,13 +151,14 @@ def save_checkpoint(
         with processes.together("the checkpoint's parts", step):
             books, own = _write_own(aside, accountant, processes.rank)
         told = processes.tell((books, own))
+        tensors = _shared_tensors(model, optimizer, first)  # together: what is split is gathered
         with processes.together("the checkpoint", step):
             if first:
                 digests = {name: digest for _, files in told for name, digest in files.items()}
-                state = {"version": VERSION, "step": step, "accountant": books, **more}
+                state = {"version": VERSION, "step": step, "accountant": books, "split": is_split(model), **more}
                 if processes.several:
                     state["accountants"] = [books for books, _ in told[1:]]
-                _write_shared(aside, model, optimizer, state, digests)
+                _write_shared(aside, model, tensors, state, digests)
                 if final.exists():  # written before a kill, from the same state
                     _discard(final)
                 put_folder(Files(), aside, final)
@@ -169,15 +177,17 @@ def _write_own(folder: Path, accountant: dict[str, Any] | None, rank: int) -> tu
     return books, {name: _digest(folder / name) for name in written}
 
 
-def _write_shared(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], digests: dict[str, str]
-) -> None:
+def _shared_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool) -> tuple[Any, ...]:
+    """Return weights and ties, tensors and values of the optimizer; without ``keep`` only take part in gathering them."""
+    return *_split_weights(model, keep), *_split_optimizer(optimizer, keep)
+
+
+def _write_shared(folder: Path, model: nn.Module, shared: tuple[Any, ...], state: dict[str, Any], digests: dict[str, str]) -> None:
     """Write weights and optimizer and, last, what is in the folder."""
-    weights, tied = _split_weights(model)
+    weights, tied, tensors, saved = shared
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     if hasattr(getattr(model, "config", None), "save_pretrained"):  # so that transformers can load a checkpoint
         model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
-    tensors, saved = _split_optimizer(optimizer)
     save_file(tensors, str(folder / "optimizer.safetensors"))
     digests = {name: _digest(folder / name) for name in _FILES if name != RANDOM} | digests
     described = {**state, "files": digests, "tied": tied, "optimizer": saved}
@@ -187,21 +197,26 @@ def _write_shared(
         disk.sync(file)
 
 
-def _split_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _split_weights(model: nn.Module, keep: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return every weight under its first name, and which names stand for one that has another."""
     weights: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
+    first: dict[Any, str] = {}
+    # What is split may have no memory of its own here: which names are of one parameter tells the model.
+    owners = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} if is_split(model) else {}
     for name, tensor in model.state_dict().items():
-        kept = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name) if tensor.numel() else name
+        place = owners.get(name) or (tensor.data_ptr(), tuple(tensor.shape))
+        kept = first.setdefault(place, name) if tensor.numel() else name
         if kept == name:
-            weights[name] = tensor.contiguous()
+            found = whole(tensor)
+            if keep:
+                weights[name] = found.contiguous()
         else:
             tied[name] = kept
     return weights, tied
 
 
-def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _split_optimizer(optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state's tensors by name, and the rest as plain data."""
     given = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -209,7 +224,9 @@ def _split_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor
     for index, state in given["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.contiguous()
+                found = whole(value)
+                if keep:
+                    tensors[f"{index}.{key}"] = found.contiguous()
             else:
                 values.setdefault(str(index), {})[key] = value
     return tensors, {"values": values, "groups": given["param_groups"]}

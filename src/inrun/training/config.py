@@ -166,8 +166,8 @@ class Logging(Part, frozen=True):
 class Distributed(Part, frozen=True):
     """How several processes share the work (torchrun); nothing for one."""
 
-    #: "ddp": every process has the whole model; "auto" is that.
-    mode: Literal["auto", "ddp"] = "auto"
+    #: "ddp": every process has the whole model; "fsdp": parameters are split over processes (fully_shard); "auto" is ddp.
+    mode: Literal["auto", "ddp", "fsdp"] = "auto"
     #: Seconds after which a process that does not answer is given up.
     timeout: Annotated[float, Meta(gt=0, le=1e6)] = 600.0
 

@@ -31,6 +31,7 @@ from inrun.training.loss import PADDING, token_losses
 from inrun.training.metrics import Metrics
 from inrun.training.models import build_model, decay_groups, describe_model
 from inrun.training.order import Ids, Order
+from inrun.training.parallel import is_split, spread, whole, without_sync
 from inrun.training.prepare import Prepared
 from inrun.training.processes import Job
 from inrun.training.timing import Timer
@@ -102,6 +103,10 @@ class Training:
         self.step, self.skipped = (0, 0) if checkpoint is None else (checkpoint.step, int(checkpoint.state["skipped"]))
         torch.manual_seed(config.seed)
         self.model = build_model(config.model, data.tokenizer.vocab_size).to(self.device)
+        if checkpoint is not None:
+            checkpoint.load_model(self.model)
+        #: What is called in training.
+        self.called = spread(self.model, self.job, config.distributed.mode)
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
             decay_groups(self.model, o.weight_decay), lr=lr_at(0, config), betas=o.betas, eps=o.eps, foreach=True
@@ -110,13 +115,10 @@ class Training:
         self.codes, self.domains = self._domains()
         self.totals = {name: np.zeros(len(self.domains) + 1) for name in config.validation}
         if checkpoint is not None:
-            checkpoint.load_model(self.model)
             checkpoint.load_optimizer(self.optimizer)
             if self.job.is_first:  # totals are those of all processes
                 self.totals |= {name: np.array(values) for name, values in checkpoint.state["totals"].items()}
         self.model.train()
-        #: What is called in training.
-        self.called = self._wrapped()
         self.accountant = self._account(checkpoint) if config.scoring.enabled else None
         if checkpoint is not None:
             checkpoint.load_random(self.job.rank)  # last: making a model draws random numbers
@@ -125,13 +127,6 @@ class Training:
         self.status = Status(self.step, config.steps)
         #: Whether all steps are done and the last checkpoint is written.
         self.finished = False
-
-    def _wrapped(self) -> torch.nn.Module:
-        """Return the model as it is called: by several processes in DistributedDataParallel, which averages gradients."""
-        if self.job.world == 1:
-            return self.model
-        device = torch.device(self.device)
-        return torch.nn.parallel.DistributedDataParallel(self.model, device_ids=[device] if device.type == "cuda" else None)
 
     def _domains(self) -> tuple[Any, list[str]]:
         """Return a function from sample ids to domain codes (the last code: none), and the names."""
@@ -169,7 +164,7 @@ class Training:
             if self.job.is_first and not books.has_samples:
                 self.data.register(books)
             if checkpoint is not None:
-                accountant.load_state_dict(checkpoint.accountant_state(self.job.rank, self.job.world))
+                accountant.load_state_dict(checkpoint.accountant_state(self.job.rank, self.job.world, is_split(self.model)))
         except BaseException:
             accountant.close(settle=False)
             books.close()
@@ -222,7 +217,7 @@ class Training:
         for place, (some, part) in enumerate(zip(np.array_split(ids, parts), rows.tensor_split(parts), strict=True)):
             with (
                 observe.microbatch(some) if observe is not None else contextlib.nullcontext(),
-                contextlib.nullcontext() if world == 1 or place == parts - 1 else self.called.no_sync(),  # type: ignore[operator]
+                contextlib.nullcontext() if world == 1 or place == parts - 1 else without_sync(self.called),
             ):
                 share = token_losses(self.called, part)[0].sum() / total
                 (share * world if world > 1 else share).backward()
@@ -238,7 +233,7 @@ class Training:
     def clip(self) -> float:
         """Clip the gradient as the recipe says; return its norm before."""
         most = self.config.optimizer.clip
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if most is None else most))
+        return float(whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf if most is None else most)))
 
     def take_step(self) -> float:
         """Take one optimizer step; return its training loss."""
@@ -314,16 +309,18 @@ class Training:
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of every validation set, on the same samples every time; leaves no trace in training."""
         was = self.model.training
+        shared = self.job.world > 1 and not is_split(self.model)  # all processes must call a split model equally often
         self.model.eval()
         try:
             with _quiet(self.accountant), torch.random.fork_rng():
                 found = {}
                 for name, held in self.data.validation.items():
                     rows = held.evaluation_rows(self.config.logging.evaluate_rows, self.device)
-                    rows = rows.tensor_split(self.job.world)[self.job.rank]
+                    if shared:
+                        rows = rows.tensor_split(self.job.world)[self.job.rank]
                     sums = [token_losses(self.model, part) for part in rows.split(self.config.batch.size) if len(part)]
                     loss, targets = (sum((x[j].sum() for x in sums), torch.zeros(())) for j in range(2))
-                    if self.job.world > 1:
+                    if shared:
                         loss, targets = self.job.sum("evaluation", [float(loss), float(targets)])
                     found[name] = float(loss / targets)
                 return found
