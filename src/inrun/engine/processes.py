@@ -24,6 +24,8 @@ from inrun.torch_private import default_store
 
 #: Numbers of a meeting: where, step, failed or not, and as many of its own.
 HEAD, OWN = 3, 5
+#: What is gathered; all else is added up.
+GATHERED = ("directions", "meetings")
 #: Bytes that are reduced at a time.
 BUCKET = 64 * 2**20
 #: Seconds in which the other ranks that also lost somebody are waited for.
@@ -34,7 +36,8 @@ PATIENCE = 3.0
 class Communication:
     """What the accountant exchanged in one step, beside what DDP or FSDP exchange, per rank.
 
-    ``payload`` are bytes handed to collectives, by what they are; a ring all-reduce sends each of them 2(W − 1)/W times.
+    ``payload`` are bytes handed to collectives, by what they are. A ring all-reduce sends each of them 2(W − 1)/W times, an
+    all-gather ("directions" and "meetings", where every rank hands over its own part) W − 1 times.
     """
 
     world: int
@@ -48,8 +51,9 @@ class Communication:
 
     @property
     def wire(self) -> float:
-        """Return about how many bytes a rank sends, by ring all-reduces."""
-        return self.bytes * 2 * (self.world - 1) / self.world
+        """Return how many bytes a rank sends, by rings."""
+        gathered = sum(self.payload.get(what, 0) for what in GATHERED)
+        return gathered * (self.world - 1) + (self.bytes - gathered) * 2 * (self.world - 1) / self.world
 
 
 @dataclass
@@ -124,6 +128,9 @@ class Processes:
     def explain(self, error: BaseException) -> ProcessError | None:
         """Return who is missing, where an error is that of a broken connection."""
         return None
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
 
     def begin_step(self) -> None:
         """Count what is exchanged from here on."""
@@ -249,11 +256,15 @@ class Group(Processes):
         """Return what was exchanged since the last step began."""
         return Communication(self.world, dict(self._payload), self._calls)
 
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
+        self._payload[what] = self._payload.get(what, 0) + nbytes
+        self._calls += 1
+
     # Ranks that are gone
 
     def _call(self, what: str, nbytes: int, collective: Callable[[], Any]) -> None:
-        self._payload[what] = self._payload.get(what, 0) + nbytes
-        self._calls += 1
+        self.count(what, nbytes)
         try:
             collective()
         except RuntimeError as error:

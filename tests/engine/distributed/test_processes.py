@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from guards import AGREED, GUARDS
 from job import launch
-from jobs import BY_NAME, COMPILED, JOBS, PLAYS
+from jobs import BLOCKWISE, BY_NAME, COMPILED, FOUR, JOBS, PLAYS, ROUNDED, SHARDED
 from plays import assembled, differences, play_part
 
 
@@ -51,6 +51,33 @@ def test_a_wrong_factor_shows() -> None:
 @pytest.mark.parametrize("name", [p.name for p in COMPILED])
 def test_compiled_ddp_equals_one_process(name: str) -> None:
     off = compare("compiled", name)
+    assert max(off.values()) < 1e-9, off
+
+
+@pytest.mark.parametrize("name", [p.name for p in SHARDED])
+def test_fsdp_equals_one_process(name: str) -> None:
+    off = compare("fsdp", name)
+    # Central differences divide rounding by a small step.
+    assert max(off.values()) < (1e-7 if "second" in name else 1e-9), off
+
+
+@pytest.mark.parametrize("name", [p.name for p in ROUNDED])
+def test_fsdp_in_bfloat16_is_near_one_process(name: str) -> None:
+    off = compare("fsdp", name)
+    assert off["batch"] < 2e-2, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [p.name for p in BLOCKWISE])
+def test_fsdp_with_compiled_blocks_equals_one_process(name: str) -> None:
+    off = compare("fsdp compiled", name)
+    assert max(off.values()) < 1e-9, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [p.name for p in FOUR])
+def test_four_processes_equal_one(name: str) -> None:
+    off = compare("four", name, world=4)
     assert max(off.values()) < 1e-9, off
 
 
