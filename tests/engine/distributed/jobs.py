@@ -24,6 +24,11 @@ def sgd(p: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def slow(p: Any) -> torch.optim.Optimizer:
+    """Moves so little that no step is cut into pieces."""
+    return torch.optim.AdamW(p, lr=5e-4, weight_decay=0.1)
+
+
 def ddp(**options: Any) -> Callable[[nn.Module], Any]:
     return functools.partial(DDP, **options)
 
@@ -58,7 +63,7 @@ PLAYS = [
     Play("second, ragged", {"method": "second"}, sizes=RAGGED, no_sync=True, padded=True),
     Play("first, inner module, points", {"method": "first", "extra": ("norm",)}, inner=True, points=True),
     Play("project", {"method": "first", "update": "secant", "bitwise": True}),
-    Play("whole", {}, steps=4),
+    Play("whole", {}, steps=3),
     Play(
         "whole, in blocks",
         {"sketch": 256, "audit_every": 0},
@@ -69,8 +74,8 @@ PLAYS = [
         padded=True,
     ),
     Play("whole, exact, no_sync", {"credit_memory": "exact"}, sizes=ACCUMULATED, no_sync=True),
-    Play("whole, resumed", {"sketch": 256}, steps=6, worlds=(2, 2), resume_after=3, sizes=((2, 1), (2, 0))),
-    Play("whole, from two to one", {"sketch": 256}, steps=6, worlds=(2, 1), resume_after=3, sizes=((2, 1),)),
+    Play("whole, resumed", {"sketch": 256}, steps=5, optimizer=slow, worlds=(2, 2), resume_after=2, sizes=((2, 1), (2, 0))),
+    Play("whole, from two to one", {"sketch": 256}, steps=5, optimizer=slow, worlds=(2, 1), resume_after=2, sizes=((2, 1),)),
     Play("whole, exact, from one to two", {"credit_memory": "exact"}, steps=4, worlds=(1, 2), resume_after=1, optimizer=sgd),
     Play("unused", {"method": "midpoint"}, wrap=UNUSED, model=SomeUnused, sizes=((3, 2),), apart=True),
     Play("unused, whole", {"sketch": 256}, wrap=UNUSED, model=SomeUnused, sizes=((2, 3),), apart=True, zero_in_place=True),
@@ -132,8 +137,17 @@ SHARDED = [
     Play("fsdp second", {"method": "second", "hessian": "differences"}, wrap=sharded()),
     Play("fsdp points", {"method": "first", "extra": ("norm",)}, wrap=sharded(), points=True),
     Play("fsdp checkpointed", {"method": "first"}, wrap=sharded(), model=checkpointed, optimizer=sgd),
-    Play("fsdp whole", {"sketch": 256}, wrap=sharded(), steps=5),
-    Play("fsdp whole, resumed", {"sketch": 256}, wrap=sharded(False), steps=5, worlds=(2, 2), resume_after=2, sizes=((2, 1),)),
+    Play("fsdp whole", {"sketch": 256}, wrap=sharded(), steps=4, optimizer=slow),
+    Play(
+        "fsdp whole, resumed",
+        {"sketch": 256},
+        wrap=sharded(False),
+        steps=4,
+        optimizer=slow,
+        worlds=(2, 2),
+        resume_after=1,
+        sizes=((2, 1),),
+    ),
 ]
 
 
