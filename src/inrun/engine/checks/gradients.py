@@ -272,8 +272,13 @@ class GradientWatch:
             raise OptimizerError(
                 "between backward and optimizer.step() the gradient was changed by something other than one factor for "
                 f"all parameters (seen at {names}). Accepted: norm clipping over all parameters, loss scaling, division "
-                "by accumulation steps. Value clipping, per-group clipping and gradient noise cannot be scored with a "
-                'direction made before the backward, nor by whole credit; take credit="step" with update="secant", or clip by '
-                "the global norm."
+                "by accumulation steps. "
+                + (
+                    "With several processes nothing else can be scored, since none has the gradients of all samples; clip by the "
+                    "global norm."
+                    if self.processes.several
+                    else "Value clipping, per-group clipping and gradient noise cannot be scored with a direction made before the "
+                    'backward, nor by whole credit; take credit="step" with update="secant", or clip by the global norm.'
+                )
             )
         return c
