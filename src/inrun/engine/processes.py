@@ -83,6 +83,10 @@ class Processes:
     #: Whether parameters are split over processes.
     sharded = False
 
+    def __init__(self, reduces: bool = False) -> None:
+        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process."""
+        self.reduces = reduces
+
     @property
     def several(self) -> bool:
         """Whether there are others."""
@@ -147,6 +151,7 @@ class Group(Processes):
         """``group`` is that over which gradients are averaged; ``device`` is where small numbers are exchanged."""
         import torch.distributed as dist
 
+        super().__init__(reduces=True)
         self.sharded = sharded
         self._dist, self._group, self._device = dist, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -364,6 +369,6 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
     if not running:
         raise ConfigurationError("process_group= is given, but torch.distributed is not initialised; call init_process_group first")
     if dist.get_world_size(group) <= 1 and not sharded:
-        return Processes()
+        return Processes(reduces=wrapped_group is not None)
     backend = dist.get_backend(group)
     return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded)

@@ -55,7 +55,7 @@ UNUSED = ddp(find_unused_parameters=True)
 ACCUMULATED = ((2, 3), (3, 1))
 RAGGED = ((3, 2), (2, 0))
 PLAYS = [
-    Play("first", {"method": "first"}),
+    Play("first", {"method": "first"}, steps=3),
     Play("first, bucket views, in place", {"method": "first"}, wrap=ddp(gradient_as_bucket_view=True), zero_in_place=True),
     Play("lookahead, static graph", {"method": "lookahead"}, wrap=ddp(static_graph=True), optimizer=sgd),
     Play("midpoint, no_sync", {"method": "midpoint"}, sizes=ACCUMULATED, no_sync=True),

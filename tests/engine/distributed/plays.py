@@ -27,7 +27,7 @@ class Play:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)
     sizes: tuple[tuple[int, ...], ...] = EVEN
-    steps: int = 3
+    steps: int = 2
     clip: float | None = 0.5
     #: Applied to the model by a rank of several: returns what is called.
     wrap: Callable[[nn.Module], Any] = DistributedDataParallel
