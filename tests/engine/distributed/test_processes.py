@@ -92,9 +92,10 @@ def test_what_is_agreed(name: str) -> None:
     assert [x[name] for x in found("guards")] == [AGREED[name][1]] * 2
 
 
-@pytest.mark.parametrize(
-    "job", ["dies in the forward", "dies before the optimizer", pytest.param("dies sleeps", marks=pytest.mark.slow)]
-)
+MORE = [pytest.param(job, marks=pytest.mark.slow) for job in ("dies in the forward", "dies sleeps")]
+
+
+@pytest.mark.parametrize("job", ["dies before the optimizer", *MORE])
 def test_a_rank_that_dies_is_named(job: str) -> None:
     first, second = launch(job, seconds=120.0, extra={"JOB_TIMEOUT": "8", "JOB_STOPS": "1"})
     assert re.search(r"ProcessError: rank 1 \(process \d+ on .*did not answer", first["dies"]["error"]), first
