@@ -19,7 +19,6 @@ from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.sketch_store import SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.processes import Processes
-from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
 
 #: How far both sides may differ, relative to the larger: rounding, in single precision, and where gradients were coarser.
@@ -134,7 +133,6 @@ class SketchAudit:
 
 
 def check_totals(
-    scored: list[Scored],
     move: WholeMove,
     entry: Any,
     store: SketchStore | ExactStore,

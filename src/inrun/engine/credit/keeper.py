@@ -183,7 +183,7 @@ class WholeCredit:
         if isinstance(entry, ExactEntry):
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
-            check_totals(self.scored, move, entry, self.store, step, self.processes, coarse)
+            check_totals(move, entry, self.store, step, self.processes, coarse)
         empty = torch.zeros(0, k, dtype=torch.float64)
         none, first = torch.zeros_like(total), self.owed.count
         books = (total, decay, inherited, none, none, none)
