@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "accumulated": (None, 0, {"gradient_accumulation_steps": 2}, {}),
     "accumulated, step game": (None, 0, {"gradient_accumulation_steps": 2}, {"credit": "step", "method": "midpoint"}),
     "columns kept": (None, 0, {"remove_unused_columns": False}, {}),
-    "torch dataset": (Items, 0, {}, {}),
+    "torch dataset, a worker": (Items, 0, {"dataloader_num_workers": 1}, {}),
     "stream with ids": (Stream, 100, {}, {}),
     "bf16": (None, 0, {"bf16": True}, {"credit": "step", "method": "first", "update": "sgd"}),
     "checkpointing": (None, 0, {"gradient_checkpointing": True}, {}),
@@ -173,13 +173,10 @@ def test_resumed_equals_unbroken(options: dict[str, Any], tmp_path: Path) -> Non
     files = {f.name for f in (tmp_path / "run" / "checkpoint-2").iterdir() if f.name.startswith("inrun")}
     assert files == ({"inrun-0.json", "inrun-0.safetensors"} if not options else {"inrun-0.json"})
     shutil.rmtree(tmp_path / "run" / "checkpoint-5")
-    again, resumed = run(str(tmp_path / "run" / "checkpoint-2"))
+    again, resumed = run(True if options else str(tmp_path / "run" / "checkpoint-2"))  # the newest is checkpoint-4
     assert again.equals(unbroken)
     assert difference(final, resumed) == 0
     assert inrun.Ledger.open(tmp_path / "books").scores().equals(unbroken)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-5")
-    latest, _ = run(True)  # checkpoint-4
-    assert latest.equals(unbroken)
 
 
 def test_checkpoints_without_our_state_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inrun.errors import ConfigurationError, CoverageError, IdsError
+from inrun.errors import ConfigurationError, CoverageError, CreditError, IdsError
 from integrations.tiny_text import VOCAB, Recorder, difference, in_parts, llama, plain_loop, rows_of, same_books, weights
 
 pytest.importorskip("transformers")
@@ -19,6 +19,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 from inrun.integrations import heads  # noqa: E402
+from inrun.integrations.transformers import TrainerScores  # noqa: E402
 from inrun.integrations.transformers import attach as attach_plainly  # noqa: E402
 from inrun.integrations.trl import attach  # noqa: E402
 
@@ -114,11 +115,31 @@ def test_sft_equals_a_plain_loop_and_the_trainer_without_us(kind: str, tmp_path:
     same_books(books, sft_reference(build(), books.ids(), 2, **scoring))
 
 
-def test_without_the_head_being_called_its_gradient_is_missed(tmp_path: Path) -> None:
-    trainer = sft(tmp_path, llama(tied=False))
-    attach_plainly(trainer, validation)
-    with pytest.raises(CoverageError, match="lm_head"):
+@pytest.mark.parametrize(("tied", "error"), [(False, CoverageError), (True, CreditError)])
+def test_a_head_that_is_not_called_is_an_error(tied: bool, error: type[Exception], tmp_path: Path) -> None:
+    """The control: TRL's own forward, without ours."""
+    trainer = sft(tmp_path, llama(tied=tied))
+    with pytest.raises(ConfigurationError, match="inrun.integrations.trl.attach"):
+        attach_plainly(trainer, validation)
+    TrainerScores(trainer, validation, "sample_id", {})
+    with pytest.raises(error, match="embed_tokens.weight" if tied else "lm_head"):
         trainer.train()
+
+
+def test_resumed_equals_unbroken(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "packing": True, "max_length": 12, "optim": "adamw_torch"}
+
+    def run(checkpoint: Any) -> tuple[Any, list[Tensor]]:
+        model = llama()
+        trainer = sft(tmp_path / "run", model, **saving)
+        scores = attach(trainer, validation, documents=texts(), ledger=tmp_path / "books")
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return scores.scores(), weights(model)
+
+    unbroken, final = run(None)
+    again, resumed = run(str(tmp_path / "run" / "checkpoint-1"))
+    assert again.equals(unbroken)
+    assert difference(final, resumed) == 0
 
 
 @pytest.mark.parametrize("how", ["bfd", "padding-free", "bfd, own ids, shuffled"])
@@ -151,7 +172,7 @@ def test_scores_of_packed_documents_on_their_dataset(tmp_path: Path) -> None:
     trainer.train()
     found = scores.scored()
     assert found["text"][:] == texts()["text"][:]
-    assert sum(found["times_used"]) == len(scores.scores()) or sum(found["times_used"]) > 4
+    assert sum(found["times_used"]) == sum(scores.scores()["times_used"].to_pylist()) > 4
 
 
 def test_what_packing_loses_is_named(tmp_path: Path) -> None:

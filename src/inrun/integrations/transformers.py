@@ -40,6 +40,9 @@ KEEPS = (
     "self.train_dataset"
 )
 
+#: Trainers of TRL that multiply by the head's weight without calling the head.
+FUSED = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}
+
 
 def attach(trainer: Any, validation: Any, *, id_column: str = ID_FIELD, **options: Any) -> TrainerScores:
     """Score every training sample of a ``transformers.Trainer`` (or subclass) while it trains.
@@ -55,6 +58,12 @@ def attach(trainer: Any, validation: Any, *, id_column: str = ID_FIELD, **option
     Returns:
         The scores: ``.scores()`` (also while training), ``.scored(dataset)`` (a dataset with its scores), ``.accountant``.
     """
+    fused = {c.__name__ for c in type(trainer).__mro__} & FUSED
+    if fused:
+        raise ConfigurationError(
+            f"{type(trainer).__name__} computes its loss past the head (lm_head.weight, without calling the module); take "
+            "inrun.integrations.trl.attach, which calls it"
+        )
     return TrainerScores(trainer, validation, id_column, options)
 
 
@@ -178,8 +187,14 @@ class TrainerScores:
     def _loss(self, given: Any) -> Any:
         if isinstance(given, Folds) or callable(given):
             return given
-        with torch.random.fork_rng():  # loaders draw a seed, which training must not miss
-            batches = [dict(batch) for batch in self.trainer.get_eval_dataloader(given)]
+        held = vars(self.trainer).pop("_eval_dataloaders", None)  # a loader that is kept for evaluation is not ours, nor ours its
+        try:
+            with torch.random.fork_rng():  # loaders draw a seed, which training must not miss
+                batches = [dict(batch) for batch in self.trainer.get_eval_dataloader(given)]
+        finally:
+            vars(self.trainer).pop("_eval_dataloaders", None)
+            if held is not None:
+                self.trainer._eval_dataloaders = held
         return RowsLoss(self.batch_loss, batches)
 
     def batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
