@@ -95,7 +95,8 @@ def backward(trace: Trace, w: cells.Weights, reverse: bool, b: Tensor | None, dh
     torch.addcmul(i, i * g, g, value=-1, out=known[:, :, 2])
     torch.mul(slopes[:, :, 2], tanh, out=known[:, :, 3])
     to_cell = torch.addcmul(o, o * tanh, tanh, value=-1)
-    d = torch.empty_like(trace.gates)
+    # Laid out by sample, as the batched products that follow want it.
+    d = trace.gates.new_empty(n, t, 4, size).transpose(0, 1)
     timed = None if b is None else b.flip(0) if reverse else b
     arriving = [None] * t if timed is None else list(timed.unbind(0))
     places = zip(
@@ -120,5 +121,5 @@ def backward(trace: Trace, w: cells.Weights, reverse: bool, b: Tensor | None, dh
         new = whole @ w.hh if above is None else torch.addmm(above, whole, w.hh)
     flat = d.view(t, n, 4 * size)
     flat = flat.flip(0) if reverse else flat
-    x = (flat.reshape(t * n, -1) @ w.ih).view(t, n, -1)
+    x = (flat.transpose(0, 1).reshape(n * t, -1) @ w.ih).view(n, t, -1).transpose(0, 1)
     return cells.Back(x, new, dc, flat, flat)
