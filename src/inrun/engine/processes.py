@@ -212,19 +212,28 @@ class Group(Processes):
     def _gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         found = torch.empty(self.world * len(numbers), dtype=torch.int64, device=self._device)
+        self._all_gather("meetings", found, mine)
+        return found.view(self.world, -1).tolist()  # type: ignore[no-any-return]
+
+    def _all_gather(self, what: str, found: Tensor, mine: Tensor) -> None:
         # The second name is the first's in releases up to 2.12.
         gather = getattr(self._dist, "all_gather_single", None) or self._dist.all_gather_into_tensor
-        self._call("meetings", mine.nbytes, lambda: gather(found, mine, group=self._group))
-        return found.view(self.world, -1).tolist()  # type: ignore[no-any-return]
+        self._call(what, mine.nbytes, lambda: gather(found, mine, group=self._group))
 
     def tell(self, what: Any) -> list[Any]:
         """Return a small plain object of every rank."""
         return self._objects(what)
 
     def _objects(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world
-        self._call("messages", 0, lambda: self._dist.all_gather_object(found, mine, group=self._group))
-        return found
+        # As JSON, not by all_gather_object, which unpickles whatever arrives.
+        text = json.dumps(mine).encode()
+        sizes = [size for (size,) in self._gather([len(text)])]
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        sent, found = sent.to(self._device), torch.empty(self.world * len(sent), dtype=torch.uint8, device=self._device)
+        self._all_gather("messages", found, sent)
+        lines = found.cpu().view(self.world, -1)
+        return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
 
     def first_says(self, work: Callable[[], Any]) -> Any:
         """Do something on rank 0, however long it takes, and return its plain result on all ranks; raise where it failed.
