@@ -205,6 +205,7 @@ def under_conditions(shape: Shape, backend: str = "inductor") -> list[Entry]:
         lines += [
             Entry(yardstick, plain(lambda s: s.batch, under)),
             Entry(f"{under.name}: first+{update}", scored("first", update, "auto", under=under), against=yardstick),
+            Entry(f"{under.name}: whole credit", scored(None, None, "auto", "whole", under), against=yardstick),
         ]
     return lines
 
