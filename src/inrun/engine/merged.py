@@ -8,14 +8,17 @@ optimizer steps, with the ∇ℓ that left the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.checks.merged import check_split
 from inrun.engine.directions import Direction, Directions
+from inrun.engine.documents import Documents
 from inrun.engine.microbatch import Kept, Microbatch
+from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.errors import StepError, ValidationError
 from inrun.layers import Layout, Merged, MergedAsk, MergedCall, nbytes_of
@@ -304,3 +307,33 @@ class MergedMicrobatch(Microbatch):
         for x in self.validation.values():
             x.grad = None
         self.validation, self.postponed, self.outputs, self.root = {}, [], [], None
+
+
+def open_merged(
+    setup: Setup, common: tuple[Any, ...], rows: int, points: bool, checked: bool, repeated: set[Site]
+) -> MergedMicrobatch:
+    """Return the microbatch of a merged step; ``common`` is what every microbatch takes, samples first."""
+    if isinstance(common[0], Documents):
+        raise StepError("ids per position in a merged step: packed documents need validation=, and steps without merged=")
+    micro = MergedMicrobatch(*common, validation_rows=rows, points=points, form=setup.form, checked=checked, repeated=repeated)
+    if checked:
+        micro.watch_outputs(setup.model)
+    return micro
+
+
+def merge_losses(microbatches: Sequence[Microbatch], train_loss: Tensor, validation_loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of a merged step, and the validation losses ``[k]``; raise unless they are of the shapes that it takes."""
+    micro = microbatches[-1] if microbatches else None
+    if not isinstance(micro, MergedMicrobatch):
+        raise StepError("merge() adds up the losses of a merged step; open it with accountant.step(ids, merged=m)")
+    wanted = (micro.m,) if micro.points else ()
+    if train_loss.dim() != 0 or validation_loss.shape != wanted:
+        raise ValidationError(
+            f"merge() got losses of shapes {tuple(train_loss.shape)} and {tuple(validation_loss.shape)}; it takes a scalar, "
+            f"and {'one loss per validation row' if micro.points else 'a scalar'} of shape {wanted}"
+        )
+    if micro.checked:
+        check_split(train_loss, validation_loss, micro.outputs, micro.n)
+    part = validation_loss.sum()
+    micro.watch_root(part)
+    return train_loss + part, validation_loss.detach().reshape(-1).double().cpu()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -22,7 +21,8 @@ from inrun.engine.accounts import Losses
 from inrun.engine.adaptive import StepRefinement
 from inrun.engine.capture import Occasion
 from inrun.engine.checks.gradients import GradientWatch
-from inrun.engine.checks.merged import check_merged_model, check_merged_step, check_scored, check_split
+from inrun.engine.checks.merged import check_merged_model, check_merged_step, check_scored
+from inrun.engine.checks.ranks import check_different_data, check_rows_everywhere, fingerprint, rounded_parameters
 from inrun.engine.credit.keeper import WholeCredit
 from inrun.engine.credit.settlement import WholeDirections, WholeSettlement
 from inrun.engine.directions import Asks, Directions, Timing
@@ -31,9 +31,8 @@ from inrun.engine.extras import Extras
 from inrun.engine.factors import Factors
 from inrun.engine.ids import check_ids
 from inrun.engine.look import StepLook
-from inrun.engine.merged import MergedDirections, MergedMicrobatch
+from inrun.engine.merged import MergedDirections, MergedMicrobatch, merge_losses, open_merged
 from inrun.engine.microbatch import Allowance, Microbatch
-from inrun.engine.processes import Meeting
 from inrun.engine.record import FinishedStep, shared_sums
 from inrun.engine.run import OpenStep, Run
 from inrun.engine.settlement import Settlement
@@ -41,7 +40,7 @@ from inrun.engine.settling import Settling
 from inrun.engine.sites import Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients
-from inrun.errors import ConfigurationError, InrunError, ProcessError, StepError, ValidationError
+from inrun.errors import InrunError, ProcessError, StepError
 from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits, Skip
 from inrun.torch_private import current_backward
@@ -265,39 +264,20 @@ class Step(OpenStep):
             raise StepError("the optimizer has stepped already; open a new step for the next backward")
         setup, run = self.setup, self.run
         if self.processes.sharded:
-            self._check_rows_everywhere(ids)
+            check_rows_everywhere(self.processes, ids, self.number)
         samples = ids if ids.dim() == 1 else Documents(ids, setup.device)
         columns = max(len(self.columns), 1)
         common = (samples, self.asks, columns, setup.probe_dtype, setup.device, run.buffers, self.allowance, run.flag)
-        micro = Microbatch(*common) if self.merged is None else self._open_merged(self.merged, common)
+        if self.merged is None:
+            micro = Microbatch(*common)
+        else:
+            checked = self.audited or self.watch.hooked or run.last is None
+            micro = open_merged(setup, common, self.merged, self.merged_points, checked, run.capture.repeated)
         micro.extras = self.extras
         self.microbatches.append(micro)
         if self._held is not None:
             return micro
         run.capture.observe(micro, Occasion(self.number, self.audited, run.audits.spent))
-        return micro
-
-    def _check_rows_everywhere(self, ids: Tensor) -> None:
-        """Where directions are split over processes, a backward makes them whole on all: none may have nothing to score."""
-        with self.processes.together("a microbatch", self.number) as meeting:
-            meeting.own = [ids.numel()]
-        without = [r for r, x in enumerate(meeting.all) if x[0] == 0]
-        if without:
-            raise StepError(
-                f"rank {', '.join(map(str, without))} has a batch without rows in step {self.number}: with fully_shard every rank "
-                "needs at least one. Pad the last batch (its rows count as further uses of their samples), or drop it on all ranks."
-            )
-
-    def _open_merged(self, rows: int, common: tuple[Any, ...]) -> MergedMicrobatch:
-        if isinstance(common[0], Documents):
-            raise StepError("ids per position in a merged step: packed documents need validation=, and steps without merged=")
-        checked = self.audited or self.watch.hooked or self.run.last is None
-        form, repeated = self.setup.form, self.run.capture.repeated
-        micro = MergedMicrobatch(
-            *common, validation_rows=rows, points=self.merged_points, form=form, checked=checked, repeated=repeated
-        )
-        if checked:
-            micro.watch_outputs(self.setup.model)
         return micro
 
     def merge(self, train_loss: Tensor, validation_loss: Tensor) -> Tensor:
@@ -306,23 +286,11 @@ class Step(OpenStep):
         The accounts then know the validation loss, a loss scaler is told apart from it, and on audited steps each loss is seen to
         be made of its own rows. With ``points=True`` give one loss per validation row, ``[m]``.
         """
-        micro = self.microbatches[-1] if self.microbatches else None
-        if not isinstance(micro, MergedMicrobatch):
-            raise StepError("merge() adds up the losses of a merged step; open it with accountant.step(ids, merged=m)")
-        wanted = (micro.m,) if micro.points else ()
-        if train_loss.dim() != 0 or validation_loss.shape != wanted:
-            raise ValidationError(
-                f"merge() got losses of shapes {tuple(train_loss.shape)} and {tuple(validation_loss.shape)}; it takes a scalar, "
-                f"and {'one loss per validation row' if micro.points else 'a scalar'} of shape {wanted}"
-            )
-        if micro.checked:
-            check_split(train_loss, validation_loss, micro.outputs, micro.n)
-        self.losses = self.places.before = validation_loss.detach().reshape(-1).double().cpu()
+        merged, self.losses = merge_losses(self.microbatches, train_loss, validation_loss)
+        self.places.before = self.losses
         if not bool(torch.isfinite(self.losses).all()):
             self._skip(Skip.VALIDATION_LOSS, str(self.losses.tolist()))
-        part = validation_loss.sum()
-        micro.watch_root(part)
-        return train_loss + part
+        return merged
 
     def expected_bytes(self) -> tuple[int, int]:
         """Return what is kept until the optimizer steps, as the forwards tell, and for how many rows."""
@@ -398,9 +366,10 @@ class Step(OpenStep):
             held_back = found_inf is not None and float(found_inf) > 0
             hooked = self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
             coarse, any_seen = any(m.coarse for m in self.microbatches), any(s.parameter in self.watch.seen for s in mine)
-            meeting.own = [int(held_back), int(hooked), int(coarse), int(any_seen), self._fingerprint()]
+            first = self.processes.several and self.run.last is None
+            meeting.own = [int(held_back), int(hooked), int(coarse), int(any_seen), first and fingerprint(self.microbatches)]
         if self.processes.several:
-            self._check_data(meeting)
+            check_different_data(meeting, 4, self.number)
             self.watch.take_reduced(mine, self.processes)
         with self.processes.together(f"the checks before optimizer.step() ({index})", self.number):
             if not meeting.any(3):
@@ -436,22 +405,6 @@ class Step(OpenStep):
             raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
         self._check_coverage()
         self.watch.check_history()
-
-    def _fingerprint(self) -> int:
-        """Return a number that tells the ids of this process's rows, 0 where there are hardly any."""
-        if not self.processes.several or self.run.last is not None:
-            return 0
-        ids = torch.cat([m.ids.reshape(-1) for m in self.microbatches] or [torch.zeros(0, dtype=torch.int64)])
-        return zlib.crc32(ids.contiguous().numpy().tobytes()) if len(ids) > 1 else 0
-
-    def _check_data(self, meeting: Meeting) -> None:
-        """At a run's first step: raise on all ranks if all were given the same samples."""
-        if meeting.first(4) and meeting.same(4):
-            raise ConfigurationError(
-                f"all {self.processes.world} ranks were given the same sample ids in step {self.number}. Either every rank reads "
-                "the same data (give the loader a DistributedSampler, and call its set_epoch), or ids are counted anew on every "
-                "rank (they must be those of the whole dataset)."
-            )
 
     def _complete(self, coarse: bool) -> None:
         """Before the first optimizer steps: take what waits for the real gradients, for all optimizers at once."""
@@ -508,7 +461,7 @@ class Step(OpenStep):
         if self.processes.agree("finite gradients", self.number, not finite):
             self._skip(Skip.CONTRIBUTIONS)
             return
-        rounded = self._rounded() if coarse else frozenset[nn.Parameter]()
+        rounded = rounded_parameters(self.setup.scored, self.microbatches, self.processes) if coarse else frozenset[nn.Parameter]()
         found = whole.work_out(self.look, self.microbatches, self.audited, rounded)
         self.losses = found.losses
         if not bool(torch.isfinite(found.losses).all()):
@@ -582,12 +535,6 @@ class Step(OpenStep):
         if self.skipped is Skip.CONTRIBUTIONS:  # what the optimizers remember is no longer made of numbers
             return self.run.credit.settle_all()
         return self.whole.commit(torch.cat([m.ids for m in self.microbatches]), paid=self.skipped is None)
-
-    def _rounded(self) -> frozenset[nn.Parameter]:
-        """Return the parameters whose gradient came through tensors of a lower precision than their own, on any rank."""
-        here = [any(s.parameter in m.coarse for m in self.microbatches) for s in self.setup.scored]
-        found = self.processes.summed("small", torch.tensor(here, dtype=torch.int32))
-        return frozenset(s.parameter for s, count in zip(self.setup.scored, found.tolist(), strict=True) if count)
 
     def _used_factors(self) -> tuple[float, ...]:
         """Return what a sample's gradient was multiplied by until the optimizers used it."""
