@@ -153,9 +153,38 @@ def test_the_same_memory_may_be_written_to_as_if_it_were_no_view() -> None:
     assert x.grad is not None
 
 
-def test_no_wrapper_runs_here() -> None:
-    """Breaks: gradients that are averaged after they were scored would be scored (tests/engine/test_wrappers.py sees one run)."""
-    assert torch_private.active_ddp_module() is None
+def test_the_end_of_a_backward_comes_after_what_others_queued() -> None:
+    """Breaks: gradients would be measured before DDP has averaged them, and every clip factor would be wrong."""
+    said = []
+    engine = torch.autograd.Variable._execution_engine
+    w = nn.Parameter(torch.ones(2))
+
+    def hook(_: torch.Tensor) -> None:
+        torch_private.at_end_of_backward(lambda: said.append("ours"))
+        engine.queue_callback(lambda: said.append("theirs"))
+
+    w.register_hook(hook)
+    (w * 2).sum().backward()
+    assert said == ["theirs", "ours"]
+
+
+def test_split_parameters_are_known_with_what_stands_for_them(tmp_path: Path) -> None:
+    """Breaks: a model that fully_shard was applied to could not be scored, and a rank that died would have no name."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(2, 3), reshard_after_forward=False)
+        found = torch_private.fsdp_parameters(model)
+        assert list(found) == list(model.parameters())
+        model(torch.ones(1, 2))
+        assert found[next(iter(found))]() is model.weight
+        assert [g.reduce_grads for g in torch_private.fsdp_groups(model)] == [True]
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().check(["key"])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch_private.fsdp_parameters(nn.Linear(2, 3)) == {}
 
 
 def test_operations_can_be_watched() -> None:

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "TorchDispatchMode",
-    "active_ddp_module",
     "at_end_of_backward",
     "attention_body",
     "buffers_written_silently",
@@ -121,15 +120,6 @@ def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:
 def buffers_written_silently(module: nn.Module) -> bool:
     """Whether the module is a batch norm, whose kernel writes its statistics without counting the write."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
-
-
-def active_ddp_module() -> nn.Module | None:
-    """Return the DistributedDataParallel wrapper whose forward is running, if any."""
-    if not torch.distributed.is_available():
-        return None
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel._get_active_ddp_module()
 
 
 @functools.cache

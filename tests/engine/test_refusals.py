@@ -96,5 +96,18 @@ def test_optimizers_inside_the_backward() -> None:
 def test_tensor_parallel_parameters() -> None:
     model = net()
     model.head.weight.placements = ("Shard(dim=0)",)
-    with pytest.raises(ConfigurationError, match=r"words.weight is a DTensor \(Shard\(dim=0\)\).*one process"):
+    with pytest.raises(ConfigurationError, match=r"words.weight is a DTensor \(Shard\(dim=0\)\).*fully_shard on a mesh"):
         accountant_of(model)
+
+
+def test_partitioned_parameters() -> None:
+    model = net()
+    model.head.weight.ds_id = 3
+    with pytest.raises(ConfigurationError, match=r"words.weight is partitioned by DeepSpeed ZeRO-3.*fully_shard"):
+        accountant_of(model)
+
+
+def test_pipeline_stages() -> None:
+    stage = type("PipelineStage", (), {"__module__": "torch.distributed.pipelining.stage"})()
+    with pytest.raises(ConfigurationError, match="pipeline stage.*DistributedDataParallel"):
+        inrun.Accountant(stage, torch.optim.SGD(net().parameters(), lr=0.1), lambda m: m)

@@ -26,6 +26,8 @@ from inrun.torch_private import default_store
 
 #: Numbers of a meeting: where, step, failed or not, and as many of its own.
 HEAD, OWN = 3, 5
+#: What is gathered; all else is added up.
+GATHERED = ("directions", "meetings")
 #: Bytes that are reduced at a time.
 BUCKET = 64 * 2**20
 #: Numbers for what rank 0 says, of this process: all ranks ask for the same. Seconds between looks whether it has.
@@ -38,7 +40,8 @@ PATIENCE = 3.0
 class Communication:
     """What the accountant exchanged in one step, beside what DDP or FSDP exchange, per rank.
 
-    ``payload`` are bytes handed to collectives, by what they are; a ring all-reduce sends each of them 2(W − 1)/W times.
+    ``payload`` are bytes handed to collectives, by what they are. A ring all-reduce sends each of them 2(W − 1)/W times, an
+    all-gather ("directions" and "meetings", where every rank hands over its own part) W − 1 times.
     """
 
     world: int
@@ -52,8 +55,9 @@ class Communication:
 
     @property
     def wire(self) -> float:
-        """Return about how many bytes a rank sends, by ring all-reduces."""
-        return self.bytes * 2 * (self.world - 1) / self.world
+        """Return how many bytes a rank sends, by rings."""
+        gathered = sum(self.payload.get(what, 0) for what in GATHERED)
+        return gathered * (self.world - 1) + (self.bytes - gathered) * 2 * (self.world - 1) / self.world
 
 
 @dataclass
@@ -82,6 +86,10 @@ class Processes:
     rank, world = 0, 1
     #: Whether parameters are split over processes.
     sharded = False
+
+    def __init__(self, reduces: bool = False) -> None:
+        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process."""
+        self.reduces = reduces
 
     @property
     def several(self) -> bool:
@@ -133,6 +141,9 @@ class Processes:
         """Return who is missing, where an error is that of a broken connection."""
         return None
 
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
+
     def begin_step(self) -> None:
         """Count what is exchanged from here on."""
 
@@ -148,6 +159,7 @@ class Group(Processes):
         """``group`` is that over which gradients are averaged; ``device`` is where small numbers are exchanged."""
         import torch.distributed as dist
 
+        super().__init__(reduces=True)
         self.sharded = sharded
         self._dist, self._group, self._device = dist, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -292,11 +304,15 @@ class Group(Processes):
         """Return what was exchanged since the last step began."""
         return Communication(self.world, dict(self._payload), self._calls)
 
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
+        self._payload[what] = self._payload.get(what, 0) + nbytes
+        self._calls += 1
+
     # Ranks that are gone
 
     def _call(self, what: str, nbytes: int, collective: Callable[[], Any]) -> None:
-        self._payload[what] = self._payload.get(what, 0) + nbytes
-        self._calls += 1
+        self.count(what, nbytes)
         try:
             collective()
         except RuntimeError as error:
@@ -396,6 +412,6 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
     if not running:
         raise ConfigurationError("process_group= is given, but torch.distributed is not initialised; call init_process_group first")
     if dist.get_world_size(group) <= 1 and not sharded:
-        return Processes()
+        return Processes(reduces=wrapped_group is not None)
     backend = dist.get_backend(group)
     return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded)

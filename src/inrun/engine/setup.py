@@ -214,7 +214,7 @@ def make_setup(
     by_parameter = scored_parameters(model, optimizers)
     sets = NoValidation(model) if validation is None else Validation(model, called, validation, validation_mode, processes)
     if processes.sharded:
-        tell_shards(model, list(by_parameter.values()), processes.rank, processes.world, shards)
+        tell_shards(model, list(by_parameter.values()), processes, shards)
         _check_elementwise(rules)
     entries = sum(p.numel() for p in by_parameter)
     plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
@@ -314,6 +314,11 @@ def _timing_of(plan: CreditPlan) -> Timing:
 
 def check_model(model: Any) -> None:
     """Raise unless ``model`` is a module that can be scored; say what to give instead."""
+    if type(model).__module__.startswith("torch.distributed.pipelining"):
+        raise ConfigurationError(
+            f"the model is {type(model).__name__}, a pipeline stage or schedule: forward and backward of a sample run on several "
+            "processes and at several times, which is not scored. Take DistributedDataParallel or fully_shard."
+        )
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, nn.DataParallel):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored, local
 from inrun.errors import ConfigurationError
 from inrun.layers.shards import Shards
@@ -27,22 +29,23 @@ def shard_group(model: nn.Module) -> Any:
                 )
             continue
         placements = ", ".join(str(x) for x in p.placements)  # type: ignore[attr-defined]
-        mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-        if p not in sharded or mesh.ndim != 1 or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
+        mesh: Any = getattr(p, "device_mesh", None)
+        if mesh is None or p not in sharded or mesh.ndim != 1 or not p.placements[0].is_shard(0):  # type: ignore[attr-defined]
             raise ConfigurationError(
-                f"{name} is a DTensor ({placements} on a mesh of {mesh.ndim} dimensions): tensor parallel plans, hybrid sharding "
-                "and shards of other dimensions than the first are not scored, since no process sees a sample's whole gradient. "
-                "Take fully_shard on a mesh of one dimension, or DistributedDataParallel."
+                f"{name} is a DTensor ({placements}) that fully_shard did not make, or not on a mesh of one dimension: tensor "
+                "parallel plans, hybrid sharding and shards of other dimensions than the first are not scored, since no process "
+                "sees a sample's whole gradient. Take fully_shard on a mesh of one dimension, or DistributedDataParallel."
             )
         group = mesh.get_group()
     return group
 
 
-def tell_shards(model: nn.Module, scored: Sequence[Scored], rank: int, world: int, group: Any) -> None:
+def tell_shards(model: nn.Module, scored: Sequence[Scored], processes: Processes, group: Any) -> None:
     """Tell every parameter how it is split."""
     held = fsdp_parameters(model)
     for s in scored:
-        s.split(Shards(group, rank, world, s.parameter.shape), held[s.parameter])
+        shards = Shards(group, processes.rank, processes.world, s.parameter.shape, functools.partial(processes.count, "directions"))
+        s.split(shards, held[s.parameter])
 
 
 def reshard(model: nn.Module) -> None:

@@ -55,12 +55,14 @@ class Scored:
     @property
     def weight(self) -> Tensor:
         """Return the weight itself, without gradient: its rows here, if it is split over processes."""
-        return local(self.parameter.detach())
+        weight = self.parameter.detach()
+        return weight if self.shards is None else local(weight)  # type: ignore[no-any-return]
 
     @property
     def gradient(self) -> Tensor | None:
         """Return what is in ``.grad``, as far as it is here."""
-        return local(self.parameter.grad)
+        gradient = self.parameter.grad
+        return gradient if self.shards is None else local(gradient)
 
     @property
     def used_gradient(self) -> Tensor:

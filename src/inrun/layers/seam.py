@@ -177,6 +177,9 @@ def gradients_for_probes(
             v = ask.shards.whole(v)
         if ask.sketch is not None:
             signs, weights = next(remaining), next(remaining)
+            if signs.dtype == torch.int8 and ask.shards is not None:  # those of the rows that are here
+                rows = signs.view(1, -1, ask.sketch.columns)
+                signs = ask.shards.whole(rows).reshape(-1).to(weights.dtype)
             if want_totals:
                 totals[ask.name], c, sketch = shape.total_and_sketch(v, signs, weights, ask.sketch)
             else:

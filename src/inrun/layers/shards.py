@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ class Shards:
     rank: int
     world: int
     shape: torch.Size
+    #: Told the bytes that this rank hands over whenever something becomes whole.
+    tally: Callable[[int], None] = field(default=lambda nbytes: None, compare=False, repr=False)
 
     @property
     def chunk(self) -> int:
@@ -47,6 +50,7 @@ class Shards:
         found = x.new_empty(self.world, k, self.chunk, *rest)
         import torch.distributed as dist
 
+        self.tally(sent.nbytes)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(found.view(-1), sent.contiguous().view(-1), group=self.group)
         if k == 1:

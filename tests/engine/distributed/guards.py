@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from plays import sample_losses
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import inrun
@@ -131,6 +133,61 @@ def without_sync(rank: int, world: int) -> Any:
         run.step(own_ids(rank), seed=rank)
 
 
+def observed(rank: int, world: int) -> Any:
+    """Weights with and without us, bit for bit."""
+
+    def weights(scored: bool) -> list[torch.Tensor]:
+        run = Run(bitwise=True)
+        if not scored:
+            run.accountant.close()
+        for seed in range(3):
+            if scored:
+                run.step(own_ids(rank), seed=10 * seed + rank)
+                continue
+            rows = batch(3, 10 * seed + rank)
+            sample_losses(run.model(rows), rows).mean().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [p.detach().clone() for p in run.model.parameters()]
+
+    return all(map(torch.equal, weights(True), weights(False)))
+
+
+def sharded_run(**options: Any) -> Run:
+    run = Run.__new__(Run)
+    run.model = tiny()
+    for block in run.model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(run.model)
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    run.accountant = inrun.Accountant(run.model, run.optimizer, closure(9), **options)
+    return run
+
+
+def sharded_without_rows(rank: int, world: int) -> Any:
+    run = sharded_run()
+    with run.accountant.step() as step, step.microbatch([] if rank else [1]):
+        pass
+
+
+def sharded_exact(rank: int, world: int) -> Any:
+    sharded_run(credit_memory="exact")
+
+
+def sharded_muon(rank: int, world: int) -> Any:
+    run = sharded_run()
+    run.accountant.close()
+    matrices = [p for p in run.model.parameters() if p.dim() == 2]
+    inrun.Accountant(run.model, torch.optim.Muon(matrices, lr=0.1), closure(9))
+
+
+def tensor_parallel(rank: int, world: int) -> Any:
+    mesh = torch.distributed.init_device_mesh("cpu", (world,))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), closure(9))
+
+
 #: By name: what runs, and what every rank must say.
 GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "same data": (same_data, "ConfigurationError: all 2 ranks were given the same sample ids in step 0.*DistributedSampler"),
@@ -145,10 +202,18 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "merged": (merged, "ConfigurationError: no validation= in a run of 2 processes"),
     "came apart": (came_apart, "ProcessError: the ranks came apart: rank 0 is at optimizer.step.*rank 1 is at the end"),
     "another's state": (anothers_state, "ConfigurationError: this is rank . of 2, and the saved state is that of rank . of 2"),
+    "sharded, a rank without rows": (
+        sharded_without_rows,
+        "StepError: rank 1 has a batch without rows in step 0: with full",
+    ),
+    "sharded, exact": (sharded_exact, 'ConfigurationError: credit_memory="exact".*fully_shard'),
+    "sharded, Muon": (sharded_muon, "OptimizerError: Muon looks at a whole matrix"),
+    "tensor parallel": (tensor_parallel, "ConfigurationError: 0.weight is a DTensor.*tensor parallel plans"),
     "without sync": (without_sync, "ConservationError: at step 0 some gradient flows through no sample's rows"),
 }
 #: By name: what runs, and what every rank must return.
 AGREED: dict[str, tuple[Callable[[int, int], Any], Any]] = {
+    "observed": (observed, True),
     "not finite on one rank": (not_finite, "gradient or contributions are not finite"),
     "scaled out": (scaled_out, (None, "gradient is not finite and the optimizer did not step")),
 }

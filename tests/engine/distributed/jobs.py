@@ -10,8 +10,9 @@ import torch
 from guards import AGREED, GUARDS, dying
 from plays import Play, play_part
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from inrun.training.gpt import GPT, GPTConfig
 from tiny import tiny
@@ -21,6 +22,11 @@ DDP = DistributedDataParallel
 
 def sgd(p: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def slow(p: Any) -> torch.optim.Optimizer:
+    """Moves so little that no step is cut into pieces."""
+    return torch.optim.AdamW(p, lr=5e-4, weight_decay=0.1)
 
 
 def ddp(**options: Any) -> Callable[[nn.Module], Any]:
@@ -49,7 +55,7 @@ UNUSED = ddp(find_unused_parameters=True)
 ACCUMULATED = ((2, 3), (3, 1))
 RAGGED = ((3, 2), (2, 0))
 PLAYS = [
-    Play("first", {"method": "first"}),
+    Play("first", {"method": "first"}, steps=3),
     Play("first, bucket views, in place", {"method": "first"}, wrap=ddp(gradient_as_bucket_view=True), zero_in_place=True),
     Play("lookahead, static graph", {"method": "lookahead"}, wrap=ddp(static_graph=True), optimizer=sgd),
     Play("midpoint, no_sync", {"method": "midpoint"}, sizes=ACCUMULATED, no_sync=True),
@@ -57,7 +63,7 @@ PLAYS = [
     Play("second, ragged", {"method": "second"}, sizes=RAGGED, no_sync=True, padded=True),
     Play("first, inner module, points", {"method": "first", "extra": ("norm",)}, inner=True, points=True),
     Play("project", {"method": "first", "update": "secant", "bitwise": True}),
-    Play("whole", {}, steps=4),
+    Play("whole", {}, steps=3),
     Play(
         "whole, in blocks",
         {"sketch": 256, "audit_every": 0},
@@ -68,8 +74,8 @@ PLAYS = [
         padded=True,
     ),
     Play("whole, exact, no_sync", {"credit_memory": "exact"}, sizes=ACCUMULATED, no_sync=True),
-    Play("whole, resumed", {"sketch": 256}, steps=6, worlds=(2, 2), resume_after=3, sizes=((2, 1), (2, 0))),
-    Play("whole, from two to one", {"sketch": 256}, steps=6, worlds=(2, 1), resume_after=3, sizes=((2, 1),)),
+    Play("whole, resumed", {"sketch": 256}, steps=5, optimizer=slow, worlds=(2, 2), resume_after=2, sizes=((2, 1), (2, 0))),
+    Play("whole, from two to one", {"sketch": 256}, steps=5, optimizer=slow, worlds=(2, 1), resume_after=2, sizes=((2, 1),)),
     Play("whole, exact, from one to two", {"credit_memory": "exact"}, steps=4, worlds=(1, 2), resume_after=1, optimizer=sgd),
     Play("unused", {"method": "midpoint"}, wrap=UNUSED, model=SomeUnused, sizes=((3, 2),), apart=True),
     Play("unused, whole", {"sketch": 256}, wrap=UNUSED, model=SomeUnused, sizes=((2, 3),), apart=True, zero_in_place=True),
@@ -105,6 +111,23 @@ def sharded(again: bool = True, policy: Any = None, compiled: bool = False) -> C
     return wrap
 
 
+class Checkpointed(GPT):
+    """Blocks are run again in the backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+def checkpointed() -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed(GPTConfig(23, 12, 8, 2, 2, 0.0, True)).double()
+
+
 SHARDED = [
     Play("fsdp first", {"method": "first"}, wrap=sharded()),
     Play("fsdp first, not resharded", {"method": "first"}, wrap=sharded(again=False), optimizer=sgd, zero_in_place=True),
@@ -113,8 +136,37 @@ SHARDED = [
     Play("fsdp midpoint, accumulated", {"method": "midpoint"}, wrap=sharded(), sizes=ACCUMULATED, no_sync=True),
     Play("fsdp second", {"method": "second", "hessian": "differences"}, wrap=sharded()),
     Play("fsdp points", {"method": "first", "extra": ("norm",)}, wrap=sharded(), points=True),
-    Play("fsdp whole", {"sketch": 256}, wrap=sharded(), steps=5),
-    Play("fsdp whole, resumed", {"sketch": 256}, wrap=sharded(False), steps=5, worlds=(2, 2), resume_after=2, sizes=((2, 1),)),
+    Play("fsdp checkpointed", {"method": "first"}, wrap=sharded(), model=checkpointed, optimizer=sgd),
+    Play("fsdp whole", {"sketch": 256}, wrap=sharded(), steps=4, optimizer=slow),
+    Play(
+        "fsdp whole, resumed",
+        {"sketch": 256},
+        wrap=sharded(False),
+        steps=4,
+        optimizer=slow,
+        worlds=(2, 2),
+        resume_after=1,
+        sizes=((2, 1),),
+    ),
+]
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SINGLE = functools.partial(tiny, dtype=torch.float32)
+#: In these, figures are those of rounded weights.
+ROUNDED = [
+    Play("fsdp first, bfloat16", {"method": "first"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp whole, bfloat16", {"sketch": 256}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+]
+BLOCKWISE = [
+    Play("fsdp compiled", {"method": "first"}, wrap=sharded(compiled=True), optimizer=sgd, steps=2),
+    Play("fsdp compiled, whole", {"sketch": 256}, wrap=sharded(False, compiled=True), steps=2),
+]
+FOUR = [
+    Play("four, ddp", {"method": "midpoint"}, sizes=((2, 1, 1, 2), (1, 2, 0, 1)), no_sync=True),
+    Play("four, ddp, whole", {"sketch": 256}, sizes=((2, 1, 1, 2),), steps=4),
+    Play("four, fsdp", {"method": "first"}, sizes=((2, 1, 1, 2),), wrap=sharded()),
+    Play("four, fsdp, whole", {"sketch": 256}, sizes=((2, 1, 1, 2),), wrap=sharded(False), steps=4),
 ]
 
 
@@ -125,8 +177,10 @@ def played(plays: list[Play]) -> dict[str, Callable[[int, int], Any]]:
 JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
     "ddp": played(PLAYS),
     "compiled": played(COMPILED),
-    "fsdp": played(SHARDED),
+    "fsdp": played(SHARDED + ROUNDED),
+    "fsdp compiled": played(BLOCKWISE),
+    "four": {p.name: functools.partial(play_part, p, of=4) for p in FOUR},
 }
-BY_NAME = {p.name: p for p in (*PLAYS, *COMPILED, *SHARDED)}
+BY_NAME = {p.name: p for p in (*PLAYS, *COMPILED, *SHARDED, *ROUNDED, *BLOCKWISE, *FOUR)}
 JOBS["guards"] = {name: run for name, (run, _) in (*GUARDS.items(), *AGREED.items())}
 JOBS |= {f"dies {how}": {"dies": dying(how)} for how in ("in the forward", "before the optimizer", "sleeps")}

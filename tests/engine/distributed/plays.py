@@ -27,7 +27,7 @@ class Play:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1)
     sizes: tuple[tuple[int, ...], ...] = EVEN
-    steps: int = 3
+    steps: int = 2
     clip: float | None = 0.5
     #: Applied to the model by a rank of several: returns what is called.
     wrap: Callable[[nn.Module], Any] = DistributedDataParallel
@@ -249,11 +249,13 @@ FIGURES = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum
 
 def differences(whole: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
     """How far figures of several processes are from those of one, relative to the largest."""
-    found = {"contributions": 0.0, "accounts": 0.0, "clip": 0.0, "losses": 0.0, "norms": 0.0}
+    found = {"batch": 0.0, "contributions": 0.0, "accounts": 0.0, "clip": 0.0, "losses": 0.0, "norms": 0.0}
     for a, b in zip(whole["steps"], one["steps"], strict=True):
         assert a["ids"].tolist() == b["ids"].tolist()
         for name, expected in b["contributions"].items():
             scale = expected.abs().max()
+            gap = torch.linalg.vector_norm(a["contributions"][name] - expected) / torch.linalg.vector_norm(expected)
+            found["batch"] = max(found["batch"], float(gap))
             found["contributions"] = max(found["contributions"], float((a["contributions"][name] - expected).abs().max() / scale))
             for figure in (
                 "loss_before",

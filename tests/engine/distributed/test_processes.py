@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from guards import AGREED, GUARDS
 from job import launch
-from jobs import BY_NAME, COMPILED, JOBS, PLAYS
+from jobs import BLOCKWISE, BY_NAME, COMPILED, FOUR, JOBS, PLAYS, ROUNDED, SHARDED
 from plays import assembled, differences, play_part
 
 
@@ -54,6 +54,33 @@ def test_compiled_ddp_equals_one_process(name: str) -> None:
     assert max(off.values()) < 1e-9, off
 
 
+@pytest.mark.parametrize("name", [p.name for p in SHARDED])
+def test_fsdp_equals_one_process(name: str) -> None:
+    off = compare("fsdp", name)
+    # Central differences divide rounding by a small step.
+    assert max(off.values()) < (1e-7 if "second" in name else 1e-9), off
+
+
+@pytest.mark.parametrize("name", [p.name for p in ROUNDED])
+def test_fsdp_in_bfloat16_is_near_one_process(name: str) -> None:
+    off = compare("fsdp", name)
+    assert off["batch"] < 2e-2, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [p.name for p in BLOCKWISE])
+def test_fsdp_with_compiled_blocks_equals_one_process(name: str) -> None:
+    off = compare("fsdp compiled", name)
+    assert max(off.values()) < 1e-9, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [p.name for p in FOUR])
+def test_four_processes_equal_one(name: str) -> None:
+    off = compare("four", name, world=4)
+    assert max(off.values()) < 1e-9, off
+
+
 @pytest.mark.parametrize("name", list(GUARDS))
 def test_errors_are_raised_on_all_ranks(name: str) -> None:
     for x in found("guards"):
@@ -65,9 +92,10 @@ def test_what_is_agreed(name: str) -> None:
     assert [x[name] for x in found("guards")] == [AGREED[name][1]] * 2
 
 
-@pytest.mark.parametrize(
-    "job", ["dies in the forward", "dies before the optimizer", pytest.param("dies sleeps", marks=pytest.mark.slow)]
-)
+MORE = [pytest.param(job, marks=pytest.mark.slow) for job in ("dies in the forward", "dies sleeps")]
+
+
+@pytest.mark.parametrize("job", ["dies before the optimizer", *MORE])
 def test_a_rank_that_dies_is_named(job: str) -> None:
     first, second = launch(job, seconds=120.0, extra={"JOB_TIMEOUT": "8", "JOB_STOPS": "1"})
     assert re.search(r"ProcessError: rank 1 \(process \d+ on .*did not answer", first["dies"]["error"]), first

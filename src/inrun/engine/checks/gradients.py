@@ -42,16 +42,12 @@ class Seen:
     version: int
     norm: Tensor
     sketch: Tensor
+    #: A part of a larger tensor (a view of one of DDP's buckets) shares the count of writes with all others: it tells nothing.
+    counts: bool = True
 
     def untouched(self, gradient: Tensor | None, writes: int = 0) -> bool:
-        """Whether this very tensor is still there and was written to just so often.
-
-        A part of a larger tensor (a view of one of DDP's buckets) shares the count with all others: it tells nothing.
-        """
-        if gradient is None or gradient is not self.gradient:
-            return False
-        here: Tensor = local(gradient)
-        return here._is_view() or version_of(here) == self.version + writes
+        """Whether this very tensor is still there and was written to just so often."""
+        return gradient is self.gradient and (not self.counts or version_of(local(gradient)) == self.version + writes)
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -95,9 +91,9 @@ def _sketch_distances(gradients: list[Tensor], before: list[Tensor], factor: flo
     return sums[0], sums[1]
 
 
-def _look(gradient: Tensor) -> Seen:
+def _look(gradient: Tensor, reduced: bool) -> Seen:
     here = local(gradient)
-    return Seen(gradient, version_of(here), norm_of(here), sketch_of(here))
+    return Seen(gradient, version_of(here), norm_of(here), sketch_of(here), counts=not (reduced and here._is_view()))
 
 
 class GradientWatch:
@@ -109,7 +105,7 @@ class GradientWatch:
         Those that are averaged over processes are so before a backward is over: they are measured then.
         """
         self.processes = processes or Processes()
-        self.reduced = self.processes.several
+        self.reduced = self.processes.reduces
         #: Of several processes: gradients that stood after a backward in which they did not arrive here.
         self._elsewhere: dict[nn.Parameter, Seen] = {}
         self.names = {s.parameter: s.name for s in scored}
@@ -161,14 +157,14 @@ class GradientWatch:
         if self.settled:
             self.late.add(parameter)
         if measure or not self.reduced:
-            self.seen[parameter] = _look(gradient)
+            self.seen[parameter] = _look(gradient, self.reduced)
 
     @torch.no_grad()
     def _measure_reduced(self) -> None:
         """At the end of a backward, when gradients are what all processes use."""
         for p in self.names:
             if p.grad is not None:
-                (self.seen if p in self.backwards else self._elsewhere)[p] = _look(p.grad)
+                (self.seen if p in self.backwards else self._elsewhere)[p] = _look(p.grad, self.reduced)
 
     def take_reduced(self, scored: list[Scored], processes: Processes) -> None:
         """Take gradients into account that arrived on other processes only, of samples there."""
@@ -272,8 +268,13 @@ class GradientWatch:
             raise OptimizerError(
                 "between backward and optimizer.step() the gradient was changed by something other than one factor for "
                 f"all parameters (seen at {names}). Accepted: norm clipping over all parameters, loss scaling, division "
-                "by accumulation steps. Value clipping, per-group clipping and gradient noise cannot be scored with a "
-                'direction made before the backward, nor by whole credit; take credit="step" with update="secant", or clip by '
-                "the global norm."
+                "by accumulation steps. "
+                + (
+                    "With several processes nothing else can be scored, since none has the gradients of all samples; clip by the "
+                    "global norm."
+                    if self.processes.several
+                    else "Value clipping, per-group clipping and gradient noise cannot be scored with a direction made before the "
+                    'backward, nor by whole credit; take credit="step" with update="secant", or clip by the global norm.'
+                )
             )
         return c

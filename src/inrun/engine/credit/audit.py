@@ -19,7 +19,6 @@ from inrun.engine.credit.move import WholeMove
 from inrun.engine.credit.sketch_store import SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.processes import Processes
-from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
 
 #: How far both sides may differ, relative to the larger: rounding, in single precision, and where gradients were coarser.
@@ -134,9 +133,11 @@ class SketchAudit:
 
 
 def check_totals(
-    scored: list[Scored], move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int, processes: Processes
+    move: WholeMove, entry: Any, store: SketchStore | ExactStore, step: int, processes: Processes, rounded: bool
 ) -> None:
     """On audited steps: the samples' gradients must add up to the gradient that is used, parameter by parameter.
+
+    ``rounded`` tells that gradients came through tensors of less than single precision.
 
     Raises:
         ConservationError: Some gradient flows through no sample's rows.
@@ -155,7 +156,7 @@ def check_totals(
         exact = all(site.rule.exact for site, _ in m.scored.uses)
         coarse = max(torch.finfo(used.dtype).eps, 0.0 if exact else 1e-7)
         gap = float((mine - real).norm()) if mine.shape == real.shape else float("inf")
-        allowed = 2e3 * coarse if coarse > 1e-12 else 1e-8
+        allowed = COARSE if rounded else 2e3 * coarse if coarse > 1e-12 else 1e-8
         if gap > allowed * max(float(real.norm()), float(mine.norm())) + 1e-9 * coarse and gap > 1e-3 * allowed:
             bad.append((m.scored.name, gap / max(float(real.norm()), 1e-30)))
     if bad:

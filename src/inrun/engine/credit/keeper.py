@@ -134,7 +134,16 @@ class WholeCredit:
             self.processes.sum_("sketch", entry.entering)
 
     @torch.no_grad()
-    def pay(self, move: WholeMove, raw: list[Tensor | None], entry: Any, checked: bool, step: int, to_all: bool = True) -> Payment:
+    def pay(
+        self,
+        move: WholeMove,
+        raw: list[Tensor | None],
+        entry: Any,
+        checked: bool,
+        step: int,
+        to_all: bool = True,
+        coarse: bool = False,
+    ) -> Payment:
         """Work out what a step pays, given the averaged validation gradients: to all open rows, or to those of its block.
 
         Nothing is changed yet, but that what earlier steps owe is paid first where all are.
@@ -171,7 +180,7 @@ class WholeCredit:
         if isinstance(entry, ExactEntry):
             entry.factors = {i: m.realised.entry.to("cpu") for i, m in move.moves.items() if m.realised.entry is not None}
         if checked:
-            check_totals(self.scored, move, entry, self.store, step, self.processes)
+            check_totals(move, entry, self.store, step, self.processes, coarse)
         empty = torch.zeros(0, k, dtype=torch.float64)
         none, first = torch.zeros_like(total), self.owed.count
         books = (total, decay, inherited, none, none, none)

@@ -145,7 +145,7 @@ class WholeSettlement(Settling):
         if not bool(torch.isfinite(found.losses).all()):
             return found
         self._audit(entry, coarse)
-        payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited)
+        payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited, coarse=coarse)
         clip, fall = min(self.factors.measured().values()), float(payment.whole.abs().sum())
         rough = processes.agree("rough or not", self.step, self.usual.is_rough(clip, fall))
         self.usual.note(clip, fall)

@@ -97,11 +97,20 @@ class Sketcher:
             self.lossy[place] = float(not self.plans[i].exact)
 
     def _signs(self, index: int, plan: SketchPlan) -> Tensor:
-        if plan.exact:
+        mine = self._rows_here(index, plan)
+        if plan.exact and mine is None:
             return torch.ones(plan.rows * plan.columns, dtype=self.dtype, device=self.device)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         drawn = torch.randint(0, 2, (plan.rows * plan.columns,), generator=generator, dtype=torch.int8)
-        return drawn.to(self.dtype).mul_(2).sub_(1).to(self.device)
+        if mine is None:
+            return drawn.to(self.dtype).mul_(2).sub_(1).to(self.device)
+        signs = torch.ones_like(drawn) if plan.exact else drawn.mul_(2).sub_(1)
+        return signs.view(plan.rows, plan.columns)[mine].reshape(-1).clone().to(self.device)
+
+    def _rows_here(self, index: int, plan: SketchPlan) -> slice | None:
+        """Return the rows of a parameter whose signs are here, as small numbers; None where all are, as they are used."""
+        shards = self.scored[index].shards
+        return None if shards is None or self.scored[index].parameter.dim() == 1 else shards.mine
 
     def by_parameter(self, x: Tensor) -> Tensor:
         """Add up columns by the parameter they belong to: ``[..., columns]`` to ``[..., parameters]``."""
@@ -124,11 +133,10 @@ class Sketcher:
     def sums(self, index: int, x: Tensor) -> Tensor:
         """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``, in the finer segments of rows apart."""
         s, plan, signs = self.scored[index], self.plans[index], self.signs[index]
-        if s.shards is None or s.parameter.dim() == 1:
+        if self._rows_here(index, plan) is None:
             return segment_sums(s.whole(x).reshape(len(x), -1).to(self.dtype), signs, plan.row_segment)
         # A row's segments are those of one process: the sums of what is here, and then those of all.
-        mine = signs.view(plan.rows, plan.columns)[s.shards.mine].reshape(-1)
-        found = segment_sums(x.reshape(len(x), -1).to(self.dtype), mine, plan.row_segment)
+        found = segment_sums(x.reshape(len(x), -1).to(self.dtype), signs.to(self.dtype), plan.row_segment)
         return s.whole(found.view(len(x), -1, plan.per_row_apart)).reshape(len(x), -1)
 
     def all_sums(self, whole: Mapping[int, Tensor], k: int) -> list[Tensor]:
@@ -143,7 +151,7 @@ class Sketcher:
     def mean_by_segment(self, index: int, x: Tensor) -> Tensor:
         """Return the mean of a tensor over each segment, ``[segments]``."""
         s, plan = self.scored[index], self.plans[index]
-        if s.shards is None or s.parameter.dim() == 1:
+        if self._rows_here(index, plan) is None:
             return s.whole(x.unsqueeze(0)).reshape(plan.segments, plan.segment).to(self.dtype).mean(1)
         found = x.reshape(-1, plan.segment).to(self.dtype).mean(1)
         return s.whole(found.view(1, -1, plan.per_row)).reshape(-1)
