@@ -151,7 +151,7 @@ def test_no_books_where_nothing_could_be_scored(folder, monkeypatch):
     """Nothing but NaN is no score: an error, and no books that look like some."""
     source = open_source(a_run(folder), late(folder))
     monkeypatch.setattr(
-        "inrun.training.loop.next_token_loss", lambda model, rows: sum(p.sum() for p in model.parameters()) * math.nan
+        "inrun.training.validation.next_token_loss", lambda model, rows: sum(p.sum() for p in model.parameters()) * math.nan
     )
     for mode in ("exact", "before"):
         with pytest.raises(TrainingError, match="none of the 12 steps could be scored"):

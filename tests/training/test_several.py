@@ -112,7 +112,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+SLOW = ("step game, accumulated", "fsdp, step game, accumulated", "validation rows that are taken by all")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
 def test_two_processes_leave_the_books_of_one(folder: Path, name: str) -> None:
     train(make_config(configured(folder, "one", **RUNS[name])))
     found = train_in(folder, 2, configured(folder, "two", **RUNS[name]))
@@ -130,10 +133,20 @@ def test_four_processes_leave_the_books_of_one(folder: Path) -> None:
     check_same(folder / "one", folder / "four")
 
 
-@pytest.mark.parametrize("scoring", [{}, {"method": "first"}, {"enabled": False}], ids=["whole", "step", "plain"])
-def test_runs_go_on_with_another_number_of_processes(folder: Path, scoring: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("scoring", "mode"),
+    [
+        pytest.param({}, "ddp", id="whole"),
+        pytest.param({"method": "first"}, "ddp", id="step", marks=pytest.mark.slow),
+        pytest.param({"method": "first"}, "fsdp", id="step, split", marks=pytest.mark.slow),
+        pytest.param({"enabled": False}, "ddp", id="plain", marks=pytest.mark.slow),
+        pytest.param({"enabled": False}, "fsdp", id="plain, split", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_go_on_with_another_number_of_processes(folder: Path, scoring: dict[str, Any], mode: str) -> None:
     """1, then 2, which are stopped by a wish of one rank, then 1 again."""
-    one, other = configured(folder, "one", scoring=scoring), configured(folder, "other", scoring=scoring)
+    more = {"scoring": scoring, "distributed": {"mode": mode, "timeout": 120.0}}
+    one, other = configured(folder, "one", **more), configured(folder, "other", **more)
     train(make_config(one))
     stop = iter([False] * 3 + [True])
     train(make_config(other), stop=lambda: next(stop))
@@ -205,7 +218,7 @@ def kill_until_done(folder: Path, config: dict[str, Any], kills: int, worlds: li
             if victim.is_alive():
                 os.kill(victim.pid, signal.SIGKILL)
                 count += 1
-            found = ranks.finish(100)
+            found = ranks.finish(150)
         assert all(x == {} or "error" in x or x["finished"] for x in found), found
         if any(x.get("finished") for x in found):  # it was over before it could be killed: start anew
             shutil.rmtree(run)
@@ -214,7 +227,7 @@ def kill_until_done(folder: Path, config: dict[str, Any], kills: int, worlds: li
 
 @pytest.mark.parametrize(("kills", "worlds", "steps"), [(2, [2], 16), pytest.param(20, [2, 4, 3], 60, marks=pytest.mark.slow)])
 def test_killed_ranks_go_on_to_the_books_of_an_unbroken_run(folder: Path, kills: int, worlds: list[int], steps: int) -> None:
-    more = {"steps": steps, "checkpoints": {"every": 4}, "batch": {"size": 8}}
+    more = {"steps": steps, "checkpoints": {"every": 4}, "batch": {"size": 8}, "distributed": {"timeout": 30.0}}
     train(make_config(configured(folder, "one", **more)))
     config = configured(folder, "killed", **more)
     assert kill_until_done(folder, config, kills, worlds, seed=kills) == kills
