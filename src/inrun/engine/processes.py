@@ -83,9 +83,12 @@ class Processes:
     #: Whether parameters are split over processes.
     sharded = False
 
-    def __init__(self, reduces: bool = False) -> None:
-        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process."""
-        self.reduces = reduces
+    def __init__(self, reduces: bool = False, rounds: Callable[[], bool] | None = None) -> None:
+        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process.
+
+        ``rounds`` tells whether it does so in less than their own precision.
+        """
+        self.reduces, self.rounds = reduces, rounds or (lambda: False)
 
     @property
     def several(self) -> bool:
@@ -147,11 +150,11 @@ class Processes:
 class Group(Processes):
     """One process of several."""
 
-    def __init__(self, group: Any, device: torch.device, sharded: bool) -> None:
+    def __init__(self, group: Any, device: torch.device, sharded: bool, rounds: Callable[[], bool] | None) -> None:
         """``group`` is that over which gradients are averaged; ``device`` is where small numbers are exchanged."""
         import torch.distributed as dist
 
-        super().__init__(reduces=True)
+        super().__init__(reduces=True, rounds=rounds)
         self.sharded = sharded
         self._dist, self._group, self._device = dist, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -344,7 +347,13 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def find_processes(wrapped_group: Any, process_group: Any, device: torch.device, sharded: bool = False) -> Processes:
+def find_processes(
+    wrapped_group: Any,
+    process_group: Any,
+    device: torch.device,
+    sharded: bool = False,
+    rounds: Callable[[], bool] | None = None,
+) -> Processes:
     """Return the processes of a run.
 
     Args:
@@ -352,6 +361,7 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
         process_group: What the user gave.
         device: Where the parameters are.
         sharded: Whether they are split over the processes.
+        rounds: Tells whether gradients are reduced in less than their own precision.
     """
     import torch.distributed as dist
 
@@ -371,4 +381,4 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
     if dist.get_world_size(group) <= 1 and not sharded:
         return Processes(reduces=wrapped_group is not None)
     backend = dist.get_backend(group)
-    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded)
+    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded, rounds)
