@@ -80,8 +80,9 @@ class Processes:
     """One process alone: nothing is exchanged."""
 
     rank, world = 0, 1
-    #: Whether parameters are split over processes.
+    #: Whether parameters are split over processes; whether some process is gone, so that nothing can be exchanged any more.
     sharded = False
+    broken = False
 
     def __init__(self, reduces: bool = False, rounds: Callable[[], bool] | None = None) -> None:
         """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process.
@@ -272,6 +273,8 @@ class Group(Processes):
     # Ranks that are gone
 
     def _call(self, what: str, nbytes: int, collective: Callable[[], Any]) -> None:
+        if self.broken:
+            raise ProcessError("another process of the run is gone; nothing can be exchanged any more")
         self.count(what, nbytes)
         try:
             collective()
@@ -293,6 +296,7 @@ class Group(Processes):
 
     def _lost(self, error: BaseException) -> ProcessError:
         """Find out who did not come, by what the others leave in the store."""
+        self.broken = True
         missing, said = self._missing()
         names = ", ".join(f"rank {r} (process {self._homes[r][1]} on {self._homes[r][0]})" for r in missing) or "some rank"
         words = "".join(f" Rank {r} had failed: {text}." for r, text in said.items())

@@ -245,6 +245,7 @@ def dying(how: str) -> Callable[[int, int], Any]:
         try:
             run.step(own_ids(rank), seed=rank, dies=how if rank == 1 else "")
         except Exception as error:  # noqa: BLE001 - the test looks at it
+            run.accountant.close()  # settles what is here, and waits for nobody
             return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
         return {}
 
