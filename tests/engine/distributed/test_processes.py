@@ -41,7 +41,7 @@ def test_ddp_equals_one_process(name: str) -> None:
 
 
 def test_bytes_are_counted_as_computed() -> None:
-    """Validation gradients of two sets in double precision; of a split direction every rank hands over its rows, tied ones twice."""
+    """Validation gradients of two sets in double precision; of a split direction the rows that are here, of tied weights twice."""
     whole, split = (found(job)[0][name] for job, name in (("ddp", "first"), ("fsdp", "fsdp first, not resharded")))
     sizes = [x.shape for x in whole["weights"]]
     entries = sum(s.numel() for s in sizes[:-1])  # the tied head comes last in a state_dict
