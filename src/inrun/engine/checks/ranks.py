@@ -42,7 +42,10 @@ def check_rows_everywhere(processes: Processes, ids: Tensor, step: int) -> None:
 
 
 def rounded_parameters(scored: list[Scored], microbatches: list[Microbatch], processes: Processes) -> frozenset[nn.Parameter]:
-    """Return the parameters whose gradient came through tensors of a lower precision than their own, on any rank."""
-    here = [any(s.parameter in m.coarse for m in microbatches) for s in scored]
+    """Return the parameters whose gradient came through tensors of a lower precision than their own, on any rank.
+
+    That are all where gradients are reduced in such a precision.
+    """
+    here = [processes.rounds() or any(s.parameter in m.coarse for m in microbatches) for s in scored]
     found = processes.summed("small", torch.tensor(here, dtype=torch.int32))
     return frozenset(s.parameter for s, count in zip(scored, found.tolist(), strict=True) if count)
