@@ -194,12 +194,13 @@ def test_what_packing_loses_is_named(tmp_path: Path) -> None:
         attach(types.SimpleNamespace(), validation)
 
 
-def test_packed_rows_as_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["wrapped", "bfd"])
+def test_packed_rows_as_samples(strategy: str, tmp_path: Path) -> None:
     books = Recorder()
-    trainer = sft(tmp_path, llama(), packing=True, packing_strategy="wrapped", max_length=6)
+    trainer = sft(tmp_path, llama(), packing=True, packing_strategy=strategy, max_length=8)
     attach(trainer, validation, samples="rows", ledger=books)
     trainer.train()
-    assert [len(ids) for ids in books.ids()] == [4] * STEPS
+    assert sorted(i for ids in books.ids() for i in ids) == list(range(len(trainer.train_dataset)))
 
 
 def test_rows_as_validation_leave_metrics_alone(tmp_path: Path) -> None:

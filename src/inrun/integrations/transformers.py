@@ -40,6 +40,8 @@ KEEPS = (
     "self.train_dataset"
 )
 
+#: Set on a trainer that has scores attached.
+MARK = "_inrun_attached"
 #: Trainers of TRL that multiply by the head's weight without calling the head.
 FUSED = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"}
 
@@ -82,6 +84,7 @@ class TrainerScores:
         self.check()
         check_validation(validation)
         self._validation = validation
+        self._undo.set(trainer, MARK, True)
         self._callback = _Boundaries(self)
         for name in ("train", "get_train_dataloader", "training_step", "log"):
             self._wrap(name)
@@ -100,11 +103,10 @@ class TrainerScores:
 
     def check(self) -> None:
         """Raise for what cannot be scored, as far as it is known before training."""
-        if hasattr(self.trainer.training_step, "__wrapped__") and hasattr(self.trainer, "_inrun"):
+        if hasattr(self.trainer, MARK):
             raise ConfigurationError("this trainer has scores attached already; detach() them first")
         check_accelerator(self.trainer.accelerator)
         check_placement(self.trainer.model)
-        self._undo.set(self.trainer, "_inrun", True)
 
     # Where the trainer calls
 

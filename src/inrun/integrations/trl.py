@@ -128,7 +128,7 @@ class TRLScores(TrainerScores):
     @property
     def _flat(self) -> bool:
         """Whether rows are laid end to end, so that samples are runs of positions."""
-        return not self.pairs and bool(getattr(self.trainer, "padding_free", False)) and self.samples == "documents"
+        return not self.pairs and bool(getattr(self.trainer, "padding_free", False))
 
     def numbered(self, dataset: Any) -> Any:
         """Return the training dataset with ids; packed rows with one per token."""
