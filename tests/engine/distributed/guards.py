@@ -159,7 +159,7 @@ def compressed(rank: int, world: int) -> Any:
     told = []
     for credit in ("step", "whole"):
         run = Run(credit=credit)
-        run.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        run.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         told.append(run.step(own_ids(rank), seed=rank).skipped)
     return told
 
