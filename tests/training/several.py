@@ -87,7 +87,7 @@ class Ranks:
             child.kill()
             child.join()
 
-    def finish(self, seconds: float = 120.0) -> list[dict[str, Any]]:
+    def finish(self, seconds: float = 240.0) -> list[dict[str, Any]]:
         """Wait for all; return how each ended ({} if it was killed)."""
         until = time.monotonic() + seconds
         for child in self.children:
