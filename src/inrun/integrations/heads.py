@@ -30,8 +30,13 @@ class CalledHead:
 
     def __init__(self, model: nn.Module) -> None:
         """Look up how the model makes logits of what the head returns; ``model`` has TRL's fused forward."""
-        from trl.trainer.utils import FusedCausalLMOutput
-
+        try:
+            from trl.trainer.utils import FusedCausalLMOutput
+        except ImportError as error:
+            raise ConfigurationError(
+                "this version of TRL has another head than the one that inrun knows (it is tested with TRL 1.16), so that it "
+                "cannot be scored. Freeze the head, train LoRA adapters, or install trl==1.16.0"
+            ) from error
         config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self._output: Any = FusedCausalLMOutput
         self._cap = getattr(config, "final_logit_softcapping", None)

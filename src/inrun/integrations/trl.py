@@ -109,13 +109,13 @@ class TRLScores(TrainerScores):
     def _call_head(self) -> None:
         """Call the head where TRL would multiply by its weight, if it is trained."""
         base = self._base
-        if not self._head_is_trained():
+        if not self._head_is_trained() or "forward" not in vars(base):  # a forward that nobody replaced calls the head
             return
         self._head = CalledHead(base)
         self._head.tiled = not self._flat
-        fused = vars(base).get("forward")
+        fused = vars(base)["forward"]
         self._head.install(base)
-        self._undo.add(lambda: _put_back(base, fused))
+        self._undo.add(lambda: setattr(base, "forward", fused))
 
     def begin(self) -> None:
         """Make the accountant, once it is known that the head that is called is TRL's."""
@@ -234,10 +234,3 @@ def _blocks(dataset: Any, size: int = 10_000) -> list[slice]:
 
 def _rows(dataset: Any, column: str, at: slice) -> Any:
     return dataset.with_format("arrow")[at][column].to_pylist()
-
-
-def _put_back(model: nn.Module, forward: Any) -> None:
-    if forward is not None:
-        model.forward = forward
-    else:
-        vars(model).pop("forward", None)
