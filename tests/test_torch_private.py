@@ -180,6 +180,11 @@ def test_split_parameters_are_known_with_what_stands_for_them(tmp_path: Path) ->
         model(torch.ones(1, 2))
         assert found[next(iter(found))]() is model.weight
         assert [g.reduce_grads for g in torch_private.fsdp_groups(model)] == [True]
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 3))
+        rounds = torch_private.rounds_gradients(wrapped)
+        assert not rounds()
+        wrapped.register_comm_hook(None, lambda state, bucket: None)
+        assert rounds()
         torch_private.default_store().set("key", "value")
         assert torch_private.default_store().check(["key"])
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "keep_version_counters",
     "may_change_size",
     "move_last",
+    "rounds_gradients",
     "unflatten_tree",
     "uncompiled",
     "unsafe_view",
@@ -77,6 +79,17 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def default_store() -> Any:
     """Return the store by which the processes of a job found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def rounds_gradients(model: Any) -> Callable[[], bool]:
+    """Return what tells whether DistributedDataParallel has a hook that reduces gradients in another way (half precision)."""
+    wrapper = weakref.ref(model)
+
+    def tell() -> bool:
+        found = wrapper()
+        return found is not None and bool(found._comm_hooks)
+
+    return tell
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:

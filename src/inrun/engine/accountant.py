@@ -407,7 +407,7 @@ class Accountant:
         if not self._detach.alive:
             return
         if settle:
-            self._settle_rest(alone)
+            self._settle_rest(alone or self._setup.processes.broken)
         if self._owns_ledger and isinstance(self.ledger, Ledger):
             self.ledger.close()
         self._detach()

@@ -94,11 +94,6 @@ class Capture:
         self.plan.clear()
 
     @property
-    def is_paused(self) -> bool:
-        """Whether modules run unobserved for a while."""
-        return self._paused
-
-    @property
     def has_microbatch(self) -> bool:
         """Whether a microbatch is being observed."""
         return self._micro is not None

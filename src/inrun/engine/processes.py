@@ -84,12 +84,16 @@ class Processes:
     """One process alone: nothing is exchanged."""
 
     rank, world = 0, 1
-    #: Whether parameters are split over processes.
+    #: Whether parameters are split over processes; whether some process is gone, so that nothing can be exchanged any more.
     sharded = False
+    broken = False
 
-    def __init__(self, reduces: bool = False) -> None:
-        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process."""
-        self.reduces = reduces
+    def __init__(self, reduces: bool = False, rounds: Callable[[], bool] | None = None) -> None:
+        """``reduces`` tells that a wrapper works on gradients when a backward ends, even for one process.
+
+        ``rounds`` tells whether it does so in less than their own precision.
+        """
+        self.reduces, self.rounds = reduces, rounds or (lambda: False)
 
     @property
     def several(self) -> bool:
@@ -155,11 +159,11 @@ class Processes:
 class Group(Processes):
     """One process of several."""
 
-    def __init__(self, group: Any, device: torch.device, sharded: bool) -> None:
+    def __init__(self, group: Any, device: torch.device, sharded: bool, rounds: Callable[[], bool] | None) -> None:
         """``group`` is that over which gradients are averaged; ``device`` is where small numbers are exchanged."""
         import torch.distributed as dist
 
-        super().__init__(reduces=True)
+        super().__init__(reduces=True, rounds=rounds)
         self.sharded = sharded
         self._dist, self._group, self._device = dist, group, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
@@ -312,6 +316,8 @@ class Group(Processes):
     # Ranks that are gone
 
     def _call(self, what: str, nbytes: int, collective: Callable[[], Any]) -> None:
+        if self.broken:
+            raise ProcessError("another process of the run is gone; nothing can be exchanged any more")
         self.count(what, nbytes)
         try:
             collective()
@@ -333,6 +339,7 @@ class Group(Processes):
 
     def _lost(self, error: BaseException) -> ProcessError:
         """Find out who did not come, by what the others leave in the store."""
+        self.broken = True
         missing, said = self._missing()
         names = ", ".join(f"rank {r} (process {self._homes[r][1]} on {self._homes[r][0]})" for r in missing) or "some rank"
         words = "".join(f" Rank {r} had failed: {text}." for r, text in said.items())
@@ -387,7 +394,13 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def find_processes(wrapped_group: Any, process_group: Any, device: torch.device, sharded: bool = False) -> Processes:
+def find_processes(
+    wrapped_group: Any,
+    process_group: Any,
+    device: torch.device,
+    sharded: bool = False,
+    rounds: Callable[[], bool] | None = None,
+) -> Processes:
     """Return the processes of a run.
 
     Args:
@@ -395,6 +408,7 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
         process_group: What the user gave.
         device: Where the parameters are.
         sharded: Whether they are split over the processes.
+        rounds: Tells whether gradients are reduced in less than their own precision.
     """
     import torch.distributed as dist
 
@@ -414,4 +428,4 @@ def find_processes(wrapped_group: Any, process_group: Any, device: torch.device,
     if dist.get_world_size(group) <= 1 and not sharded:
         return Processes(reduces=wrapped_group is not None)
     backend = dist.get_backend(group)
-    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded)
+    return Group(group, device if device.type != "cpu" and "gloo" not in backend else torch.device("cpu"), sharded, rounds)

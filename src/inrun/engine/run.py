@@ -247,7 +247,7 @@ class Run:
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """A parameter's gradient was accumulated."""
-        if self.open_step is not None and not self.capture.is_paused:  # a validation pass may have to fill ``.grad``
+        if self.open_step is not None and not self.setup.validation.fills_gradients:
             self.open_step.gradient_arrived(parameter)
 
     def before_optimizer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -294,6 +294,8 @@ class Settlement(Settling):
             return
         with self.processes.together("conservation", self.step):
             coarse = {p: d for m in microbatches for p, d in m.coarse.items()}
+            if self.processes.rounds():
+                coarse = {s.parameter: torch.bfloat16 for s in mine}
             causes = SECOND_ORDER if any(m.flowed_past() for m in microbatches) else USUAL_CAUSES
             rows = sum(m.n for m in microbatches) * self.processes.world
             check_balances(list(self._balances.values()), rows, self.step, coarse, causes)

@@ -26,7 +26,7 @@ from inrun.layers.forms import FORMS
 from inrun.layers.merged import drops_out
 from inrun.methods import KNOWN_AT_STEP, Method, find_method, resolve_update
 from inrun.optimizers import UpdateRule, find_update, plain
-from inrun.torch_private import buffers_written_silently, uncompiled
+from inrun.torch_private import buffers_written_silently, rounds_gradients, uncompiled
 
 log = logging.getLogger("inrun")
 
@@ -175,12 +175,14 @@ def make_setup(
     process_group: Any = None,
 ) -> Setup:
     """Check the arguments of an accountant and find out everything that is fixed for the run."""
+    wrapper = uncompiled(model)
     called, model, group = unwrapped(model)
     check_model(model)
+    rounds = None if group is None else rounds_gradients(wrapper)
     shards = shard_group(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    processes = find_processes(shards or group, process_group, device, shards is not None)
-    _check_processes(processes, validation)
+    processes = find_processes(shards or group, process_group, device, shards is not None, rounds)
+    _check_processes(processes, validation, model)
     if processes.sharded:
         hessian = (
             "differences" if method == "second" else hessian
@@ -262,8 +264,8 @@ def unwrapped(model: Any) -> tuple[Any, Any, Any]:
     return called, model, group
 
 
-def _check_processes(processes: Processes, validation: Loss | Mapping[str, Loss] | None) -> None:
-    """Raise on all ranks unless all have the same validation sets."""
+def _check_processes(processes: Processes, validation: Loss | Mapping[str, Loss] | None, model: nn.Module) -> None:
+    """Raise on all ranks unless all have the same validation sets, and samples of one do not meet those of another."""
     if not processes.several:
         return
     names = list(map(str, validation)) if isinstance(validation, Mapping) else [] if validation is None else ["validation"]
@@ -273,6 +275,12 @@ def _check_processes(processes: Processes, validation: Loss | Mapping[str, Loss]
         raise ConfigurationError(
             f"validation sets differ between processes: {told}. Every rank gives every set, with all of its rows or with a part of "
             "them: the loss of a set is the mean over ranks of what its callables return."
+        )
+    synced = [name for name, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if synced:
+        raise ConfigurationError(
+            f"{', '.join(synced[:3])} is a SyncBatchNorm: samples of different processes meet in its statistics, and a module that "
+            "waits for others cannot be run beside training. Take BatchNorm (shares of rows), GroupNorm or LayerNorm."
         )
     if validation is None:
         raise ConfigurationError(

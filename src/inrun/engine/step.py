@@ -396,7 +396,8 @@ class Step(OpenStep):
             found_inf = getattr(self.setup.optimizers[index], "found_inf", None)
             held_back = found_inf is not None and float(found_inf) > 0
             hooked = self.watch.hooked or any(m.flowed_past() for m in self.microbatches)
-            coarse, any_seen = any(m.coarse for m in self.microbatches), any(s.parameter in self.watch.seen for s in mine)
+            coarse = self.processes.rounds() or any(m.coarse for m in self.microbatches)
+            any_seen = any(s.parameter in self.watch.seen for s in mine)
             meeting.own = [int(held_back), int(hooked), int(coarse), int(any_seen), self._fingerprint()]
         if self.processes.several:
             self._check_data(meeting)

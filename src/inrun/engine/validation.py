@@ -116,6 +116,9 @@ def _wants_step(fn: Loss | Folds) -> bool:
 class Validation:
     """The named validation callables of a run."""
 
+    #: A validation pass is filling ``.grad``, for want of another way: what arrives there is no sample's.
+    fills_gradients = False
+
     def __init__(
         self, model: nn.Module, called: nn.Module, callables: Loss | Mapping[str, Loss], mode: str, processes: Processes
     ) -> None:
@@ -226,9 +229,13 @@ class Validation:
     def gradients(self, parameters: list[nn.Parameter], step: int, check: Check | None = None) -> Gradients:
         """Return losses and gradients; ``.grad`` is not touched. ``check`` may raise for what this process found."""
         if self.processes.sharded:
-            return self._each_point(
-                parameters, step, lambda point, last: backward_beside(self.model, point, parameters, last), check
-            )
+            self.fills_gradients = True
+            try:
+                return self._each_point(
+                    parameters, step, lambda point, last: backward_beside(self.model, point, parameters, last), check
+                )
+            finally:
+                self.fills_gradients = False
         return self._each_point(parameters, step, lambda point, last: _gradient(point, parameters, last), check)
 
     def bent_gradients(self, parameters: list[nn.Parameter], step: int, move: dict[nn.Parameter, Tensor]) -> Gradients:

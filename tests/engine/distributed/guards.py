@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from plays import sample_losses
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -153,6 +154,21 @@ def observed(rank: int, world: int) -> Any:
     return all(map(torch.equal, weights(True), weights(False)))
 
 
+def compressed(rank: int, world: int) -> Any:
+    """Gradients that are reduced in half precision are nobody's fault."""
+    told = []
+    for credit in ("step", "whole"):
+        run = Run(credit=credit)
+        run.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        told.append(run.step(own_ids(rank), seed=rank).skipped)
+    return told
+
+
+def synced(rank: int, world: int) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3))
+    inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), closure(9), process_group=torch.distributed.group.WORLD)
+
+
 def sharded_run(**options: Any) -> Run:
     run = Run.__new__(Run)
     run.model = tiny()
@@ -199,6 +215,7 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "too few ids on one rank": (ids_too_few, "rank 1: IdsError|^IdsError"),
     "clipped by value": (clipped_by_value, "OptimizerError: between backward and optimizer.step"),
     "not wrapped": (not_wrapped, "ConfigurationError: torch.distributed runs with 2 processes.*process_group="),
+    "synced": (synced, "ConfigurationError: 1 is a SyncBatchNorm: samples of different processes meet"),
     "merged": (merged, "ConfigurationError: no validation= in a run of 2 processes"),
     "came apart": (came_apart, "ProcessError: the ranks came apart: rank 0 is at optimizer.step.*rank 1 is at the end"),
     "another's state": (anothers_state, "ConfigurationError: this is rank . of 2, and the saved state is that of rank . of 2"),
@@ -214,6 +231,7 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
 #: By name: what runs, and what every rank must return.
 AGREED: dict[str, tuple[Callable[[int, int], Any], Any]] = {
     "observed": (observed, True),
+    "compressed": (compressed, [None, None]),
     "not finite on one rank": (not_finite, "gradient or contributions are not finite"),
     "scaled out": (scaled_out, (None, "gradient is not finite and the optimizer did not step")),
 }
@@ -227,6 +245,7 @@ def dying(how: str) -> Callable[[int, int], Any]:
         try:
             run.step(own_ids(rank), seed=rank, dies=how if rank == 1 else "")
         except Exception as error:  # noqa: BLE001 - the test looks at it
+            run.accountant.close()  # settles what is here, and waits for nobody
             return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began}
         return {}
 

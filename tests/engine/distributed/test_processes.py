@@ -40,6 +40,16 @@ def test_ddp_equals_one_process(name: str) -> None:
     assert max(off.values()) < 1e-9, off
 
 
+def test_bytes_are_counted_as_computed() -> None:
+    """Validation gradients of two sets in double precision; of a split direction the rows that are here, of tied weights twice."""
+    whole, split = (found(job)[0][name] for job, name in (("ddp", "first"), ("fsdp", "fsdp first, not resharded")))
+    sizes = [x.shape for x in whole["weights"]]
+    entries = sum(s.numel() for s in sizes[:-1])  # the tied head comes last in a state_dict
+    assert whole["steps"][-1]["bytes"]["validation gradient"] == 2 * 8 * entries
+    rows = [(s[0] + 1) // 2 * (s.numel() // s[0]) for s in sizes]
+    assert split["steps"][-1]["bytes"]["directions"] == 2 * 8 * sum(rows)
+
+
 def test_a_wrong_factor_shows() -> None:
     """The control: ranks that do not average their losses."""
     parts, play = [x["wrong"] for x in found("ddp")], BY_NAME["wrong"]
