@@ -8,13 +8,14 @@ What Lightning calls, and what happens there::
         optimizer.step(closure)  forward and backward run inside, once: that is no line search
     on_before_optimizer_step     gradients are there, the update will be tried
     on_train_batch_end           the microbatch is over; so is the step, if the update was tried
-    state_dict                   the accountant's state, for the checkpoint
+    state_dict                   the accountant's state, for the checkpoint: of several processes, the first has those of all
     on_train_end                 what is open is settled
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,10 +23,21 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, ids_of
-from inrun.integrations.scoring import Scoring
+from inrun.integrations.saved import pack_state, unpack_state
+from inrun.integrations.scoring import Scoring, world_group
 from inrun.integrations.strategies import check_lightning
+
+#: Where a checkpoint has the states of several processes.
+RANKS = "ranks"
+
+
+def _own_states(saved: dict[str, Any], processes: Processes) -> list[dict[str, Any]]:
+    """Return what a process goes on from: its own state, or those of all where their number was another."""
+    states = saved.get(RANKS, [saved])
+    return [states[processes.rank]] if len(states) == processes.world else list(states)
 
 
 class Scores(Callback):  # type: ignore[misc]
@@ -69,7 +81,14 @@ class Scores(Callback):  # type: ignore[misc]
         """Make the accountant."""
         check_lightning(trainer.strategy)
         state, self._saved = self._saved, None
-        self._scoring.begin(self._scored_module(pl_module), trainer.optimizers, self._validation, state)
+        group = world_group()
+        self._scoring.begin(
+            self._scored_module(pl_module),
+            trainer.optimizers,
+            self._validation,
+            None if state is None else functools.partial(_own_states, state),
+            **({} if group is None else {"process_group": group}),  # DDP is around the LightningModule, not around what is scored
+        )
 
     def _scored_module(self, pl_module: Any) -> nn.Module:
         if self._model is None:
@@ -108,8 +127,16 @@ class Scores(Callback):  # type: ignore[misc]
         self._scoring.abandon(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for Lightning's checkpoint: plain data and tensors."""
-        return self._scoring.state() if self._scoring.begun else {}
+        """Return the state for Lightning's checkpoint: plain data and tensors.
+
+        Lightning asks all processes and writes what the first returns: that has the states of all.
+        """
+        if not self._scoring.begun:
+            return {}
+        state, processes = self._scoring.state(), self._scoring.processes
+        if not processes.several:
+            return state
+        return {RANKS: [unpack_state(each) for each in found]} if (found := processes.first_gets(pack_state(state))) else {}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Settle what is open."""
