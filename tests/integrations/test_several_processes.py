@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,23 +124,25 @@ def test_trainer_with_a_ragged_end_and_books_of_both(folder: Path) -> None:
         assert accounts[column] == pytest.approx(expected[column], rel=TOLERANCE, abs=TOLERANCE * 0.1), column
 
 
-@pytest.mark.parametrize("name", ["across", "each by itself"])
+@pytest.mark.parametrize("name", ["across", "each by itself", "sharded"])
 def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
     parts = ranks(name, folder)
     steps = [[part["steps"][t][0] for part in parts] for t in range(3)]
 
     def loss(model: Any, mine: list[int], of_step: list[list[int]]) -> Tensor:
-        total = sum(map(tokens, of_step)) if name == "across" else 2 * tokens(mine)
+        total = 2 * tokens(mine) if name == "each by itself" else sum(map(tokens, of_step))
         return summed(model, mine) / total
 
     rates = [LR * (1 - t / 3) for t in range(3)]
-    options = {"clip": 0.3, "credit": "step", "method": "midpoint"}
+    options = {"clip": 0.3, "credit": "step", "method": "first" if name == "sharded" else "midpoint"}
     model = llama()
     expected = of_books(plain_loop(model, adamw(model), steps, loss, validation_of(HELD), rates, **options))
     close(of_ranks(parts), expected)
     same_weights(parts, weights(model))
     if name == "across":
         assert all("Give ledger=FOLDER, which all processes write" in part["refused"] for part in parts)
+    if name == "sharded":
+        assert all(part["kinds"] == ["DTensor"] for part in parts)
 
 
 def test_the_two_averages_differ(folder: Path) -> None:
@@ -161,6 +167,52 @@ def test_trainer_resumed_and_with_another_number_of_processes(folder: Path, monk
     went_on = trainer_jobs.resumable(0, 1, folder / "kept" / "checkpoint-2", "kept books")
     same_scores(went_on["scores"], alone["scores"])
     assert difference(went_on["weights"], alone["weights"]) < TOLERANCE
+
+
+SCRIPT = """
+import os, torch
+from integrations.trainer_jobs import resumable
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.save(resumable(rank, world), os.environ["JOB_SHARED"] + f"/found{rank}.pt")
+assert torch.distributed.get_backend() == "gloo"
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody but torchrun and the Trainer sets up the processes."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("JOB_SHARED", str(tmp_path))
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        said, _ = run.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise
+    assert run.returncode == 0, said
+    parts = [torch.load(tmp_path / f"found{rank}.pt") for rank in range(2)]
+    alone = trainer_jobs.resumable(0, 1, books="books of one")
+    same_weights(parts, alone["weights"])
+    for part in parts:
+        same_scores(part["scores"], alone["scores"])
+
+
+# TRL
+
+
+@pytest.mark.slow
+def test_sft_equals_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    parts = ranks("sft", folder, "trl")
+    monkeypatch.setenv("JOB_SHARED", str(folder))
+    alone = trainer_jobs.sft(0, 1)
+    same_weights(parts, alone["weights"])
+    for part in parts:
+        same_scores(part["scores"], alone["scores"])
 
 
 # Accelerate

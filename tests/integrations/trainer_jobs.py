@@ -122,6 +122,39 @@ def step_game(across: bool) -> Callable[[int, int], dict[str, Any]]:
     return run
 
 
+def sharded_plugin(version: int = 2) -> Any:
+    """Return how Accelerate splits parameters over processes."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    return FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False, **blocks)
+
+
+def shard(accelerator: Any, plugin: Any) -> None:
+    """Let an accelerator shard: Accelerate itself does so on GPUs only; on CPUs it takes DDP, whatever the plugin says."""
+    from accelerate import DistributedType
+
+    accelerator.state._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state._shared_state["fsdp_plugin"] = plugin
+
+
+def whole_weights(model: Any) -> list[Tensor]:
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
+
+
+def sharded_trainer(rank: int, world: int) -> dict[str, Any]:
+    from inrun.integrations.transformers import attach
+
+    trainer = trainer_of(shared("sharded"), llama(), 12, world, max_steps=3, gradient_accumulation_steps=2)
+    shard(trainer.accelerator, sharded_plugin())
+    trainer.is_fsdp_enabled = True
+    books = Recorder()
+    attach(trainer, held_out(), ledger=books, credit="step", method="first")
+    trainer.train()
+    kinds = sorted({type(p).__name__ for p in trainer.model_wrapped.parameters()})
+    return {"weights": whole_weights(trainer.model_wrapped), "steps": steps_of(books), "kinds": kinds}
+
+
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
 
@@ -164,9 +197,7 @@ def accelerator_of(plugin: Any = None, steps: int = 2) -> Any:
     accelerate.state.AcceleratorState._reset_state(True)
     found = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps)
     if plugin is not None:
-        # Accelerate has FSDP for accelerators only: on CPUs it takes DDP, whatever the plugin says.
-        found.state._shared_state["distributed_type"] = accelerate.DistributedType.FSDP
-        found.state._shared_state["fsdp_plugin"] = plugin
+        shard(found, plugin)
     return found
 
 
@@ -178,17 +209,7 @@ def accelerated(order: str, sharded: bool = False, **options: Any) -> Callable[[
     def run(rank: int, world: int) -> dict[str, Any]:
         from inrun.integrations.accelerate import attach
 
-        plugin = None
-        if sharded:
-            from accelerate import FullyShardedDataParallelPlugin
-
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                cpu_ram_efficient_loading=False,
-            )
-        accelerator, model, books = accelerator_of(plugin), llama(), Recorder()
+        accelerator, model, books = accelerator_of(sharded_plugin() if sharded else None), llama(), Recorder()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
         loader = torch.utils.data.DataLoader(inrun.with_ids([{"rows": row} for row in ROWS[:10]]), batch_size=2)
         if order == "before":
@@ -204,10 +225,8 @@ def accelerated(order: str, sharded: bool = False, **options: Any) -> Callable[[
                 wrapper.step()
                 wrapper.zero_grad()
         scores.close()
-        final = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in called.parameters()]
-        kinds = {type(p).__name__ for p in called.parameters()}
-        found = [p.detach().clone() for p in final]
-        return {"weights": found, "steps": steps_of(books), "called": type(called).__name__, "kinds": sorted(kinds)}
+        kinds = sorted({type(p).__name__ for p in called.parameters()})
+        return {"weights": whole_weights(called), "steps": steps_of(books), "called": type(called).__name__, "kinds": kinds}
 
     return run
 
@@ -233,6 +252,31 @@ def accelerated_resumed(rank: int, world: int) -> dict[str, Any]:
         return {"weights": weights(model), "scores": scores.scores().to_pydict()}
 
     return {"unbroken": run(None), "again": run(shared("loop"))}
+
+
+# TRL
+
+
+def sft(rank: int, world: int) -> dict[str, Any]:
+    """Rows of different lengths, padded; the tied head is called."""
+    import datasets
+    from accelerate.state import AcceleratorState
+    from trl import SFTConfig, SFTTrainer
+
+    from inrun.integrations.trl import attach
+    from integrations.test_trl import tokenizer
+
+    AcceleratorState._reset_state(True)
+    rows = datasets.Dataset.from_dict({"input_ids": [x[: 4 + i % 5].tolist() for i, x in enumerate(ROWS)]})
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
+    sizes = {"per_device_train_batch_size": 4 // world, "max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+    args = SFTConfig(str(shared("sft")), learning_rate=LR, dataloader_pin_memory=False, optim="adamw_torch", **quiet, **sizes)
+    model = llama()
+    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer())
+    scores = attach(trainer, validation_of(HELD), ledger=shared(f"sft books {world}"))
+    trainer.train()
+    assert scores.accountant.coverage.scored_share == 1.0
+    return {"weights": weights(model), "scores": scores.scores().to_pydict()}
 
 
 # Lightning
@@ -279,15 +323,12 @@ def lightning_resumed(rank: int, world: int) -> dict[str, Any]:
 
 def named_errors(rank: int, world: int) -> dict[str, Any]:
     """What is refused where several processes train, with its message."""
-    import accelerate
-
     from inrun.errors import InrunError
     from inrun.integrations.accelerate import attach
 
     found = {}
     for name, version in (("FSDP1", 1), ("FSDP2 before prepare", 2)):
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
-        accelerator, model = accelerator_of(plugin), llama()
+        accelerator, model = accelerator_of(sharded_plugin(version)), llama()
         try:
             attach(accelerator, model, torch.optim.SGD(model.parameters()), validation_of(HELD))
         except InrunError as error:
@@ -302,6 +343,7 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "across": step_game(True),
         "each by itself": step_game(False),
         "resumed": resumed,
+        "sharded": sharded_trainer,
         "accelerate before": accelerated("before"),
         "accelerate after": accelerated("after", credit="step", method="first"),
         "accelerate fsdp2": accelerated("after", sharded=True, credit="step", method="first"),
@@ -314,6 +356,9 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "errors": named_errors,
     },
 }
+
+
+JOBS["trl"] = {"sft": sft}
 
 
 def _set_up() -> None:

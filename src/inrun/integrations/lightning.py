@@ -27,7 +27,7 @@ from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, ids_of
 from inrun.integrations.saved import pack_state, unpack_state
-from inrun.integrations.scoring import Scoring, world_group
+from inrun.integrations.scoring import Scoring, Undo, world_group
 from inrun.integrations.strategies import check_lightning
 
 #: Where a checkpoint has the states of several processes.
@@ -62,7 +62,7 @@ class Scores(Callback):  # type: ignore[misc]
     ) -> None:
         """Hold the options; the accountant is made when training starts."""
         self._validation, self._model, self._ids = validation, model, ids
-        self._scoring = Scoring(options, single_closure=True)
+        self._scoring, self._undo = Scoring(options, single_closure=True), Undo()
         self._saved: dict[str, Any] | None = None
         self._batch_ids: Any = None
         self._open: Any = None
@@ -82,6 +82,9 @@ class Scores(Callback):  # type: ignore[misc]
         check_lightning(trainer.strategy)
         state, self._saved = self._saved, None
         group = world_group()
+        self._undo.all()
+        if self._model is None and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel):
+            self._undo.set(trainer.strategy, "_forward_redirection", _StandIn(trainer.strategy._forward_redirection))
         self._scoring.begin(
             self._scored_module(pl_module),
             trainer.optimizers,
@@ -204,4 +207,47 @@ class Scores(Callback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Settle what is open and let go of the model; scores stay readable."""
+        self._undo.all()
         self._scoring.close()
+
+
+class _StandIn:
+    """How ``training_step`` gets through DDP's forward, where the LightningModule itself is scored.
+
+    Lightning lets DDP call the LightningModule with a forward that is ``training_step`` for once. To an accountant, a call of the
+    scored module is its forward, before which it may take validation gradients: through the very forward that is not there. So DDP
+    calls another module instead.
+    """
+
+    def __init__(self, redirection: Any) -> None:
+        """``redirection`` is Lightning's, whose hooks are kept."""
+        self._redirection = redirection
+
+    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module inside, through the wrapper."""
+        inside = wrapper_module._modules
+
+        def method(*given: Any, **named: Any) -> Any:
+            inside["module"] = original_module
+            out = getattr(original_module, method_name)(*given, **named)
+            self._redirection.on_after_inner_forward(wrapper_module, original_module)
+            return out
+
+        inside["module"] = _Calls(method)
+        try:
+            out = wrapper_module(*args, **kwargs)
+        finally:
+            inside["module"] = original_module
+        self._redirection.on_after_outer_forward(wrapper_module, original_module)
+        return out
+
+
+class _Calls(nn.Module):
+    """A module that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
