@@ -85,10 +85,11 @@ def plain_loop(
     validation: Any,
     rates: list[float],
     clip: float | None = 1.0,
+    books: Any = None,
     **options: Any,
-) -> Recorder:
+) -> Any:
     """Train on given ids, step by step and microbatch by microbatch; ``loss(model, ids, of the step)`` is a microbatch's part."""
-    books = Recorder()
+    books = Recorder() if books is None else books
     model.train()
     with inrun.Accountant(model, optimizer, validation, ledger=books, **options) as accountant:
         for parts, rate in zip(steps, rates, strict=True):

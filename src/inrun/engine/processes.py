@@ -138,6 +138,10 @@ class Processes:
         """Do something on rank 0, however long it takes, and return its plain result on all ranks; raise where it failed."""
         return work()
 
+    def first_gets(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, on rank 0; none on the others."""
+        return [data]
+
     def announce(self, error: BaseException) -> None:
         """Leave word of an error for ranks that will miss this one."""
 
@@ -273,6 +277,17 @@ class Group(Processes):
             heard = [f"{key}/heard/{rank}" for rank in range(1, self.world)]
             while not store.check(heard) and time.monotonic() < until:
                 time.sleep(LOOK)
+
+    def first_gets(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, on rank 0; none on the others."""
+        sizes = [size for (size,) in self._gather([len(data)])]
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        sent = sent.to(self._device)
+        found = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
+        first = self._dist.get_global_rank(self._group, 0)
+        self._call("messages", len(data), lambda: self._dist.gather(sent, found, dst=first, group=self._group))
+        return [x[:size].cpu().numpy().tobytes() for x, size in zip(found or [], sizes, strict=False)]
 
     # Sums
 

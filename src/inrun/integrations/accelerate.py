@@ -8,6 +8,7 @@ Accelerate's checkpoints, and names for what cannot be scored.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import nn
 
 from inrun.engine import Accountant
 from inrun.integrations.data import ID_FIELD
-from inrun.integrations.saved import load_state, save_state
-from inrun.integrations.scoring import Scoring, processes
-from inrun.integrations.strategies import check_accelerator, check_placement
+from inrun.integrations.saved import load_states, save_state
+from inrun.integrations.scoring import Scoring, world_group
+from inrun.integrations.strategies import check_accelerator, check_placement, check_prepared
 
 
 def attach(
@@ -62,10 +63,13 @@ class AcceleratedScores:
         """Make the accountant, and let it be saved with Accelerate's checkpoints."""
         check_accelerator(accelerator)
         check_placement(model)
+        check_prepared(accelerator, model)
         self._accelerator, self._scoring = accelerator, Scoring(options)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        state = None if resume_from is None else load_state(Path(resume_from), processes()[0])
-        self._scoring.begin(model, optimizers, validation, state)
+        saved = None if resume_from is None else functools.partial(load_states, Path(resume_from))
+        group = world_group()
+        # Before prepare the model is not yet that of several processes.
+        self._scoring.begin(model, optimizers, validation, saved, **({} if group is None else {"process_group": group}))
         self._hook = accelerator.register_save_state_pre_hook(self._save)
 
     @contextlib.contextmanager
@@ -81,7 +85,7 @@ class AcceleratedScores:
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the accountant's state beside what ``accelerator.save_state`` writes."""
-        save_state(Path(folder), self._scoring.state(), processes()[0])
+        save_state(Path(folder), self._scoring.state(), self._scoring.processes.rank)
 
     @property
     def accountant(self) -> Accountant:

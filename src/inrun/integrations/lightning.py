@@ -8,13 +8,14 @@ What Lightning calls, and what happens there::
         optimizer.step(closure)  forward and backward run inside, once: that is no line search
     on_before_optimizer_step     gradients are there, the update will be tried
     on_train_batch_end           the microbatch is over; so is the step, if the update was tried
-    state_dict                   the accountant's state, for the checkpoint
+    state_dict                   the accountant's state, for the checkpoint: of several processes, the first has those of all
     on_train_end                 what is open is settled
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,10 +23,21 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, ids_of
-from inrun.integrations.scoring import Scoring
+from inrun.integrations.saved import pack_state, unpack_state
+from inrun.integrations.scoring import Scoring, Undo, world_group
 from inrun.integrations.strategies import check_lightning
+
+#: Where a checkpoint has the states of several processes.
+RANKS = "ranks"
+
+
+def _own_states(saved: dict[str, Any], processes: Processes) -> list[dict[str, Any]]:
+    """Return what a process goes on from: its own state, or those of all where their number was another."""
+    states = saved.get(RANKS, [saved])
+    return [states[processes.rank]] if len(states) == processes.world else list(states)
 
 
 class Scores(Callback):  # type: ignore[misc]
@@ -50,7 +62,7 @@ class Scores(Callback):  # type: ignore[misc]
     ) -> None:
         """Hold the options; the accountant is made when training starts."""
         self._validation, self._model, self._ids = validation, model, ids
-        self._scoring = Scoring(options, single_closure=True)
+        self._scoring, self._undo = Scoring(options, single_closure=True), Undo()
         self._saved: dict[str, Any] | None = None
         self._batch_ids: Any = None
         self._open: Any = None
@@ -69,7 +81,17 @@ class Scores(Callback):  # type: ignore[misc]
         """Make the accountant."""
         check_lightning(trainer.strategy)
         state, self._saved = self._saved, None
-        self._scoring.begin(self._scored_module(pl_module), trainer.optimizers, self._validation, state)
+        group = world_group()
+        self._undo.all()
+        if self._model is None and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel):
+            self._undo.set(trainer.strategy, "_forward_redirection", _StandIn(trainer.strategy._forward_redirection))
+        self._scoring.begin(
+            self._scored_module(pl_module),
+            trainer.optimizers,
+            self._validation,
+            None if state is None else functools.partial(_own_states, state),
+            **({} if group is None else {"process_group": group}),  # DDP is around the LightningModule, not around what is scored
+        )
 
     def _scored_module(self, pl_module: Any) -> nn.Module:
         if self._model is None:
@@ -108,8 +130,16 @@ class Scores(Callback):  # type: ignore[misc]
         self._scoring.abandon(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for Lightning's checkpoint: plain data and tensors."""
-        return self._scoring.state() if self._scoring.begun else {}
+        """Return the state for Lightning's checkpoint: plain data and tensors.
+
+        Lightning asks all processes and writes what the first returns: that has the states of all.
+        """
+        if not self._scoring.begun:
+            return {}
+        state, processes = self._scoring.state(), self._scoring.processes
+        if not processes.several:
+            return state
+        return {RANKS: [unpack_state(each) for each in found]} if (found := processes.first_gets(pack_state(state))) else {}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Settle what is open."""
@@ -177,4 +207,47 @@ class Scores(Callback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Settle what is open and let go of the model; scores stay readable."""
+        self._undo.all()
         self._scoring.close()
+
+
+class _StandIn:
+    """How ``training_step`` gets through DDP's forward, where the LightningModule itself is scored.
+
+    Lightning lets DDP call the LightningModule with a forward that is ``training_step`` for once. To an accountant, a call of the
+    scored module is its forward, before which it may take validation gradients: through the very forward that is not there. So DDP
+    calls another module instead.
+    """
+
+    def __init__(self, redirection: Any) -> None:
+        """``redirection`` is Lightning's, whose hooks are kept."""
+        self._redirection = redirection
+
+    def __call__(self, wrapper_module: Any, original_module: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module inside, through the wrapper."""
+        inside = wrapper_module._modules
+
+        def method(*given: Any, **named: Any) -> Any:
+            inside["module"] = original_module
+            out = getattr(original_module, method_name)(*given, **named)
+            self._redirection.on_after_inner_forward(wrapper_module, original_module)
+            return out
+
+        inside["module"] = _Calls(method)
+        try:
+            out = wrapper_module(*args, **kwargs)
+        finally:
+            inside["module"] = original_module
+        self._redirection.on_after_outer_forward(wrapper_module, original_module)
+        return out
+
+
+class _Calls(nn.Module):
+    """A module that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from inrun.engine.processes import Processes
 from inrun.engine.saved import join_state, split_state
 from inrun.errors import TrainingError
 from inrun.files import Files, write_durably
@@ -22,6 +23,19 @@ def names(rank: int) -> tuple[str, str]:
     return f"inrun-{rank}.json", f"inrun-{rank}.safetensors"
 
 
+def pack_state(state: dict[str, Any]) -> bytes:
+    """Return an accountant's ``state_dict()`` in one piece, to be sent: the length of the JSON, the JSON, the tensors."""
+    plain, tensors = split_state(state)
+    text = json.dumps(plain, allow_nan=True).encode()
+    return len(text).to_bytes(8, "little") + text + (b"" if tensors is None else save(tensors))
+
+
+def unpack_state(packed: bytes) -> dict[str, Any]:
+    """Undo :func:`pack_state`."""
+    end = 8 + int.from_bytes(packed[:8], "little")
+    return join_state(json.loads(packed[8:end]), load(packed[end:]) if packed[end:] else None)
+
+
 def has_state(folder: Path, rank: int = 0) -> bool:
     """Whether a checkpoint holds the state of a process; the JSON file is written last."""
     return (folder / names(rank)[0]).is_file()
@@ -30,6 +44,7 @@ def has_state(folder: Path, rank: int = 0) -> bool:
 def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
     """Write an accountant's ``state_dict()`` into a checkpoint; whole or not at all."""
     plain_name, tensors_name = names(rank)
+    folder.mkdir(parents=True, exist_ok=True)  # of several processes, one may be here before the one that makes it
     plain, tensors = split_state(state)
     digest = None
     if tensors is not None:
@@ -38,6 +53,23 @@ def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
         write_durably(Files(), folder / tensors_name, packed)
     text = json.dumps({"version": VERSION, "tensors": digest, "state": plain}, allow_nan=True)
     write_durably(Files(), folder / plain_name, text.encode())
+
+
+def load_states(folder: Path, processes: Processes) -> list[dict[str, Any]]:
+    """Read what this process goes on from: its own state, or those of all that saved, where their number was another.
+
+    What is absent or damaged for one process is raised on all of them.
+    """
+    found: list[dict[str, Any]] = []
+    with processes.together("reading the state of inrun", 0):
+        rank = processes.rank
+        found.append(load_state(folder, rank if has_state(folder, rank) else 0))
+        world = int(found[0].get("processes", {}).get("world", 1))
+        if world != processes.world:
+            found = [load_state(folder, r) for r in range(world)]
+        elif not has_state(folder, rank):
+            load_state(folder, rank)
+    return found
 
 
 def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:

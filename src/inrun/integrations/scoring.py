@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from inrun.engine import Accountant
+from inrun.engine.processes import Processes, find_processes
 from inrun.engine.step import Step
 from inrun.errors import ConfigurationError, StepError
 from inrun.integrations.data import add_scores
@@ -20,11 +21,18 @@ from inrun.ledger import Ledger, MemoryLedger
 log = logging.getLogger("inrun")
 
 
-def processes() -> tuple[int, int]:
-    """Return the number of this process and how many there are."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+def world_group() -> Any:
+    """Return the group of all processes of the job; None where there is one."""
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.group.WORLD if running and torch.distributed.get_world_size() > 1 else None
+
+
+def job(model: nn.Module) -> Processes:
+    """Return the processes that train together under a trainer: all of the job. They are asked at once, all of them."""
+    group = world_group()
+    if group is None:
+        return Processes()
+    return find_processes(None, group, next((p.device for p in model.parameters()), torch.device("cpu")))
 
 
 class Scoring:
@@ -41,6 +49,9 @@ class Scoring:
         self._accountant: Accountant | None = None
         self._resumed: Ledger | None = None
         self._step: Step | None = None
+        self._closed = False
+        #: The processes of the job; known when training begins.
+        self.processes = Processes()
 
     @property
     def accountant(self) -> Accountant:
@@ -59,24 +70,36 @@ class Scoring:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         validation: Any,
-        state: dict[str, Any] | None = None,
+        saved: Callable[[Processes], list[dict[str, Any]]] | None = None,
+        **more: Any,
     ) -> None:
-        """Make the accountant, and put it where a saved state stands."""
+        """Make the accountant, and put it where a saved state stands.
+
+        Args:
+            model: What is called, or the module inside.
+            optimizers: Those that move it.
+            validation: As for :class:`inrun.Accountant`.
+            saved: Reads what the run goes on from: the state of this process, or those of all that saved.
+            more: Options that the user's take the place of.
+        """
         if self._accountant is not None:
             self.close(settle=False)  # of a run that failed, or ended
-        options = dict(self._options)
+        self.processes = job(model)
+        states = None if saved is None else saved(self.processes)
+        options = {**more, **self._options}
         ledger = options.pop("ledger", None)
-        if state is not None:
-            ledger = self._resume(ledger, state)
+        self._warn_of_memory(ledger, states is not None)
+        if states is not None:
+            ledger = self._resume(ledger, states[0])
         try:
             accountant = Accountant(model, list(optimizers), validation, ledger=ledger, **options)
         except BaseException:
             self._close_resumed()
             raise
-        self._accountant = accountant
-        if state is not None:
+        self._accountant, self._closed = accountant, False
+        if states is not None:
             try:
-                accountant.load_state_dict(state)
+                accountant.load_state_dict(states)
             except BaseException:
                 self.close(settle=False)
                 raise
@@ -89,14 +112,24 @@ class Scoring:
                 raise ConfigurationError(
                     f"ledger={os.fspath(ledger)!r}, but the saved run kept its books in memory; give no ledger"
                 )
-            rank, size = processes()
-            self._resumed = Ledger.resume(os.fspath(ledger), mark, rank=rank, world=size)
+            self._resumed = Ledger.resume(os.fspath(ledger), mark, rank=self.processes.rank, world=self.processes.world)
             return self._resumed
         if mark is not None and ledger is None:
             raise ConfigurationError("the saved run has a ledger on disk; give the same folder as ledger= to go on with it")
-        if ledger is None or isinstance(ledger, MemoryLedger):
-            log.warning("inrun: the books are in memory: scores of steps before the resume are not in them. Give ledger=FOLDER.")
         return ledger
+
+    def _warn_of_memory(self, ledger: Any, resumed: bool) -> None:
+        """Say what books in memory do not have."""
+        if ledger is not None and not isinstance(ledger, MemoryLedger):
+            return
+        if resumed:
+            log.warning("inrun: the books are in memory: scores of steps before the resume are not in them. Give ledger=FOLDER.")
+        if self.processes.several and self.processes.rank == 0:
+            log.warning(
+                "inrun: the books are in memory: every one of the %d processes has the scores of its own samples. Give "
+                "ledger=FOLDER for one set of books.",
+                self.processes.world,
+            )
 
     # Steps
 
@@ -166,6 +199,12 @@ class Scoring:
 
     def scored(self, dataset: Any, id_column: str) -> Any:
         """Return a dataset with its samples' scores; see :func:`inrun.integrations.data.add_scores`."""
+        if self.processes.several and isinstance(self.accountant.ledger, MemoryLedger):
+            raise ConfigurationError(
+                f"the books are in memory, and this one of {self.processes.world} processes has the scores of its own samples: "
+                "those of the others would look unused. Give ledger=FOLDER, which all processes write. scores() has those of this "
+                "process."
+            )
         return add_scores(dataset, self.scores(), id_column)
 
     def state(self) -> dict[str, Any]:
@@ -175,10 +214,16 @@ class Scoring:
     # The end
 
     def close(self, settle: bool = True) -> None:
-        """Let go of model and optimizers; scores stay readable."""
+        """Let go of model and optimizers; scores stay readable: of several processes, when all have written theirs."""
         self.abandon()
-        if self._accountant is not None:
-            self._accountant.close(settle=settle)
+        if self._accountant is not None and not self._closed:
+            self._closed = True
+            if not settle:
+                self._accountant.close(settle=False)
+            else:
+                with self.processes.together("closing the books", self._accountant.steps_done):
+                    self._accountant.close()
+                    self._close_resumed()
         self._close_resumed()
 
     def _close_resumed(self) -> None:

@@ -23,6 +23,12 @@ def check_accelerator(accelerator: Any) -> None:
             "Megatron-LM (tensor and pipeline parallel) is not supported: no process sees a sample's whole gradient. Train with "
             "DDP or FSDP2 of torch, or in one process."
         )
+    sharding = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+    if kind == "FSDP" and getattr(sharding, "fsdp_version", 1) == 1:
+        raise ConfigurationError(
+            "FSDP1 (FullyShardedDataParallel) is not supported: its flat parameters hide those of the layers. Take FSDP2: "
+            'fsdp_version=2 in FullyShardedDataParallelPlugin or TrainingArguments(fsdp_config={"version": 2}), or DDP.'
+        )
     plan = getattr(accelerator, "parallelism_config", None)
     for name, words in (("tp", "tensor"), ("cp", "context"), ("sp", "sequence")):
         if plan is not None and getattr(plan, f"{name}_size", 1) > 1:
@@ -30,6 +36,16 @@ def check_accelerator(accelerator: Any) -> None:
                 f"{words} parallelism ({name}_size={getattr(plan, f'{name}_size')}) is not supported: no process sees a sample's "
                 f"whole gradient. Take {name}_size=1 and spread samples over the processes (DDP or FSDP2 of torch)."
             )
+
+
+def check_prepared(accelerator: Any, model: Any) -> None:
+    """Raise for a model that ``prepare`` will split over processes and has not yet: its parameters will be others."""
+    kind = getattr(accelerator.distributed_type, "value", str(accelerator.distributed_type))
+    if kind == "FSDP" and not any(hasattr(m, "_get_fsdp_state") for m in model.modules()):
+        raise ConfigurationError(
+            "with FSDP2 attach() comes after prepare(), with what it returned: fully_shard gives the model and the optimizer other "
+            "parameters"
+        )
 
 
 def check_placement(model: Any) -> None:

@@ -30,8 +30,8 @@ from inrun.engine import Accountant
 from inrun.engine.fold import Folds
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, KeepIds, ids_of, is_stream, with_id_column
-from inrun.integrations.saved import load_state, save_state
-from inrun.integrations.scoring import Scoring, Undo, processes
+from inrun.integrations.saved import load_states, save_state
+from inrun.integrations.scoring import Scoring, Undo
 from inrun.integrations.strategies import check_accelerator, check_placement
 
 #: Said where ids do not arrive.
@@ -149,8 +149,8 @@ class TrainerScores:
         """Make the accountant: the trainer has its model and optimizer, and has loaded its checkpoint."""
         trainer = self.trainer
         check_accelerator(trainer.accelerator)
-        state = None if self._resume_from is None else load_state(self._resume_from, processes()[0])
-        self._scoring.begin(trainer.model_wrapped, [trainer.optimizer], self._losses(), state)
+        saved = None if self._resume_from is None else functools.partial(load_states, self._resume_from)
+        self._scoring.begin(trainer.model_wrapped, [trainer.optimizer], self._losses(), saved)
 
     def _training_step(self, original: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Observe one microbatch."""
@@ -175,7 +175,7 @@ class TrainerScores:
     def save(self, folder: Path) -> None:
         """Write the accountant's state into a checkpoint of the trainer."""
         if self._scoring.begun and not self.trainer.args.save_only_model:
-            save_state(folder, self._scoring.state(), processes()[0])
+            save_state(folder, self._scoring.state(), self._scoring.processes.rank)
 
     # Validation
 
@@ -192,12 +192,24 @@ class TrainerScores:
         held = vars(self.trainer).pop("_eval_dataloaders", None)  # a loader that is kept for evaluation is not ours, nor ours its
         try:
             with torch.random.fork_rng():  # loaders draw a seed, which training must not miss
-                batches = [dict(batch) for batch in self.trainer.get_eval_dataloader(given)]
+                batches = self._whole(given)
         finally:
             vars(self.trainer).pop("_eval_dataloaders", None)
             if held is not None:
                 self.trainer._eval_dataloaders = held
-        return RowsLoss(self.batch_loss, batches)
+        return RowsLoss(self.batch_loss, batches, self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
+
+    def _whole(self, given: Any) -> list[dict[str, Any]]:
+        """Return all validation batches, as one process has them: a loader that is split over processes repeats rows at its end."""
+        trainer = self.trainer
+        if trainer.accelerator.num_processes == 1:
+            return [dict(batch) for batch in trainer.get_eval_dataloader(given)]
+        undo = Undo()
+        undo.set(trainer.accelerator, "prepare", lambda loader: loader)
+        try:
+            return [dict(trainer._prepare_inputs(batch)) for batch in trainer.get_eval_dataloader(given)]
+        finally:
+            undo.all()
 
     def batch_loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Return the loss of a validation batch as the trainer computes it."""
@@ -233,19 +245,37 @@ class TrainerScores:
 
 
 class RowsLoss:
-    """The mean loss over rows that are held, as a validation loss."""
+    """The mean loss over rows that are held, as a validation loss; of several processes, each has some of the batches.
 
-    def __init__(self, batch_loss: Callable[[nn.Module, dict[str, Any]], Tensor], batches: list[dict[str, Any]]) -> None:
-        """Hold the batches; empty ones are an error."""
+    Args (of the constructor):
+        batch_loss: The mean loss of a batch.
+        batches: All batches.
+        rank: This process.
+        world: How many there are.
+    """
+
+    def __init__(
+        self,
+        batch_loss: Callable[[nn.Module, dict[str, Any]], Tensor],
+        batches: list[dict[str, Any]],
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        """Hold the batches of this process; none at all is an error."""
         if not batches:
             raise ConfigurationError("the validation rows are empty; give at least one")
-        self._batch_loss, self._batches = batch_loss, batches
-        self._rows = [next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim() > 0) for batch in batches]
+        self._batch_loss = batch_loss
+        rows = [next(len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim() > 0) for batch in batches]
+        mine = range(rank, len(batches), world)
+        # A process that has fewer runs one for nothing: where parameters are split, all must run as many.
+        idle = [0] * (-(-len(batches) // world) - len(mine))
+        self._batches = [batches[i] for i in (*mine, *idle)]
+        self._weights = [world * n / sum(rows) for n in (*(rows[i] for i in mine), *idle)]
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Return Σ rows · loss / Σ rows."""
-        losses = [self._batch_loss(model, dict(batch)) * rows for batch, rows in zip(self._batches, self._rows, strict=True)]
-        return torch.stack(losses).sum() / sum(self._rows)
+        """Return world · Σ (own batches) rows · loss / Σ (all batches) rows: the mean over processes is that of all rows."""
+        losses = [self._batch_loss(model, dict(batch)) * weight for batch, weight in zip(self._batches, self._weights, strict=True)]
+        return torch.stack(losses).sum()
 
 
 def check_validation(validation: Any) -> None:

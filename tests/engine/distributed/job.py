@@ -18,7 +18,10 @@ HERE = Path(__file__).parent
 
 
 def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run ``jobs.JOBS[name]`` in so many processes; return what each of them found. Nobody is left behind."""
+    """Run ``JOBS[name]`` of ``jobs`` (or of ``extra["JOB_MODULE"]``) in so many processes; return what each of them found.
+
+    Nobody is left behind.
+    """
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +62,7 @@ def main(name: str, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world, timeout=timeout)
-    job = importlib.import_module("jobs").JOBS[name]
+    job = importlib.import_module(os.environ.get("JOB_MODULE", "jobs")).JOBS[name]
     found: dict[str, Any] = {}
     for condition, run in job.items():
         began = time.monotonic()
