@@ -254,13 +254,13 @@ def scale(
 
 def _spawn(count: int, args: tuple[Any, ...]) -> None:
     """Run processes until all have ended; one that fails ends all, and none outlives this one."""
-    import torch.multiprocessing as multiprocessing
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     try:
-        multiprocessing.spawn(_be_one, args, nprocs=count, join=True, daemon=True)
-    except multiprocessing.ProcessExitedException as error:
+        spawn(_be_one, args, nprocs=count, join=True, daemon=True)
+    except ProcessExitedException as error:
         raise ProcessError(f"rank {error.error_index} of {count} died: {error}") from error
-    except multiprocessing.ProcessRaisedException as error:
+    except ProcessRaisedException as error:
         last = str(error).strip().splitlines()[-1]
         raise ProcessError(f"rank {error.error_index} of {count} failed: {last}") from error
 
