@@ -17,7 +17,8 @@ def expected_payload(setup: Setup, credit: WholeCredit | None, columns: int, mic
     """Return the bytes that a rank hands to collectives in the coming step, by kind.
 
     That of a usual step: the validation gradient is taken once, and not reused; nothing is audited, and every module is called
-    once per microbatch. With N scored entries, k columns, W processes and B numbers of a sketch, whose sums are in double precision:
+    once per microbatch. With N scored entries, k columns, W processes and B numbers of a sketch, whose sums are in double
+    precision:
 
     - DDP: 4kN for the validation gradient; whole credit 8B.
     - ``fully_shard``: 4kN/W for every use of a parameter; whole credit 4kN/W for uses other than look-ups, N/W for signs of
