@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -17,6 +18,7 @@ import torch
 import torch._dynamo
 
 from inrun.errors import InrunError
+from inrun.training import loop
 from inrun.training.config import make_config
 from inrun.training.loop import Status
 from inrun.training.session import train
@@ -29,6 +31,27 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def keep_model() -> list[Any]:
+    """Return a list that the model of this process's training will be put in."""
+    kept: list[Any] = []
+    spread = loop.spread
+
+    def keeping(*args: Any) -> Any:
+        kept.append(spread(*args))
+        return kept[-1]
+
+    loop.spread = keeping
+    return kept
+
+
+def digest(model: Any) -> str:
+    """Return a digest of the weights as they are in this process, bit for bit."""
+    found = hashlib.sha256()
+    for p in model.parameters():
+        found.update(getattr(p, "_local_tensor", p).detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def run_rank(rank: int, world: int, port: int, config: dict[str, Any], options: dict[str, Any], out: str) -> None:
@@ -50,6 +73,7 @@ def run_rank(rank: int, world: int, port: int, config: dict[str, Any], options: 
 
     stop_at = options.get("stop_at", {}).get(str(rank))
     found: dict[str, Any] = {}
+    models = keep_model()
     try:
         result = train(
             make_config(config),
@@ -58,6 +82,7 @@ def run_rank(rank: int, world: int, port: int, config: dict[str, Any], options: 
             stop=lambda: stop_at is not None and last.step >= stop_at,
         )
         found = {"step": result.status.step, "finished": result.finished, "validation": result.status.validation}
+        found["weights"] = digest(models[-1])
     except InrunError as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     aside = Path(out) / f"out-{rank}.tmp"

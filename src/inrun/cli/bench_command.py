@@ -19,6 +19,8 @@ Examples:
   inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 5
   inrun bench --conditions                       what bf16, torch.compile and checkpointing do to the ratio
   inrun bench --tune --context 64                which form each layer would take, and which is fastest here
+  inrun bench --processes 2                      two processes with DDP beside one, and the bytes they exchange
+  torchrun --nproc-per-node 4 -m inrun bench --fsdp
   inrun bench --model llama --device cuda --dtype bfloat16 --json
 """
 )
@@ -45,6 +47,8 @@ Examples:
     help="Instead: bf16 autocast, torch.compile and checkpointing, plain and scored.",
 )
 @click.option("--tune", is_flag=True, help="Time every form of every layer shape, beside what the cost model would take.")
+@click.option("--processes", type=click.IntRange(2), help="Instead: scaling to so many local processes, a batch for each.")
+@click.option("--fsdp", is_flag=True, help="With --processes or torchrun: fully_shard in place of DistributedDataParallel.")
 @JSON
 def bench(
     clip: bool,
@@ -54,6 +58,8 @@ def bench(
     threads: int | None,
     conditions: bool,
     tune: bool,
+    processes: int | None,
+    fsdp: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -61,7 +67,8 @@ def bench(
 
     Throughput is relative to plain training with the same optimizer. "limit" is plain training on the batch plus the
     validation rows: the floor for anything that differentiates the validation loss at every step. With --conditions, lines that
-    begin with a condition are relative to plain training under that condition.
+    begin with a condition are relative to plain training under that condition. With --processes (or under torchrun) every process
+    has a batch of its own and one thread, and throughput is relative to plain training in as many processes.
     """
     import torch
 
@@ -70,10 +77,16 @@ def bench(
     from inrun.bench.shape import Shape
     from inrun.cli.bench_table import print_table
     from inrun.cli.progress import progress
+    from inrun.training.processes import launched
 
+    shape = Shape(clip=1.0 if clip else None, **options)
+    if processes or launched()[1] > 1:
+        _scale(shape, processes, rounds, "fsdp" if fsdp else "ddp", threads or 1, as_json)
+        return
+    if fsdp:
+        raise click.UsageError("--fsdp is for several processes: add --processes N, or start with torchrun")
     if threads:
         torch.set_num_threads(threads)
-    shape = Shape(clip=1.0 if clip else None, **options)
     if tune:
         _tune(shape, rounds, as_json)
         return
@@ -103,8 +116,22 @@ def _tune(shape: Any, rounds: int, as_json: bool) -> None:
         print_forms(shape, found, rounds)
 
 
-def _print_json(shape: Any, rounds: int, rows: list[dict[str, Any]]) -> None:
+def _scale(shape: Any, processes: int | None, rounds: int, mode: str, threads: int, as_json: bool) -> None:
+    from inrun.bench.scaling import scale
+    from inrun.cli.bench_table import print_scaling
+    from inrun.cli.progress import progress
+
+    found = scale(shape, processes, rounds, mode, threads, progress)
+    if found is None:  # another process prints
+        return
+    if as_json:
+        _print_json(shape, rounds, [x.as_dict() for x in found], mode=mode, threads=threads)
+    else:
+        print_scaling(shape, found, rounds, mode, threads)
+
+
+def _print_json(shape: Any, rounds: int, rows: list[dict[str, Any]], threads: int | None = None, **more: Any) -> None:
     import torch
 
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "inrun": __version__}
-    click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, "results": rows}, indent=2))
+    about = {"torch": torch.__version__, "threads": threads or torch.get_num_threads(), "inrun": __version__}
+    click.echo(json.dumps({"shape": shape.as_dict(), "rounds": rounds, "software": about, **more, "results": rows}, indent=2))

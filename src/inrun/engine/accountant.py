@@ -25,6 +25,7 @@ from inrun.engine.run import Run
 from inrun.engine.setup import check_count, make_setup, unwrapped
 from inrun.engine.sites import Scored
 from inrun.engine.step import Step
+from inrun.engine.traffic import expected_payload
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
@@ -337,6 +338,17 @@ class Accountant:
     def communication(self) -> Communication:
         """Return what this rank exchanged with others in the last step, beside what DDP or FSDP exchange, in bytes."""
         return self._setup.processes.communication()
+
+    def expected_communication(self, columns: int | None = None, microbatches: int = 1) -> dict[str, int]:
+        """Return the bytes that a usual step will exchange from here on, by kind, computed from shapes (docs/distributed.md).
+
+        Args:
+            columns: Columns of validation losses, folds and points counted; as many as there are sets where they are not given.
+            microbatches: Of a step.
+        """
+        return expected_payload(
+            self._setup, self._run.credit, len(self._setup.validation.names) if columns is None else columns, microbatches
+        )
 
     def held_bytes(self) -> int:
         """Return the memory that is held between steps: buffers to be reused and, under whole credit, all that the window needs."""

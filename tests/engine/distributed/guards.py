@@ -75,6 +75,12 @@ def validation_on_one(rank: int, world: int) -> Any:
     Run({"math": closure(1), "code": closure(2)} if rank else {"math": closure(1)})
 
 
+def validation_given_to_one(rank: int, world: int) -> Any:
+    """Not even validation=: without it steps would be merged ones."""
+    model = DistributedDataParallel(tiny())
+    inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), *([] if rank else [closure(9)]))
+
+
 def validation_fails(rank: int, world: int) -> Any:
     def broken(model: Any) -> torch.Tensor:
         raise KeyError("no such rows")
@@ -210,6 +216,10 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "validation on one rank": (
         validation_on_one,
         "ConfigurationError: validation sets differ.*rank 0 has math, rank 1 has math, co",
+    ),
+    "validation= on one rank": (
+        validation_given_to_one,
+        "^ConfigurationError: validation sets differ.*rank 0 has validation, rank 1 has none. Every rank gives every set",
     ),
     "validation fails on one rank": (validation_fails, "rank 1: KeyError: 'no such rows'|^KeyError"),
     "too few ids on one rank": (ids_too_few, "rank 1: IdsError|^IdsError"),
