@@ -70,7 +70,7 @@ class StepRefinement:
         usual.note(clip, fall)
         return rough
 
-    def refine(self, before: Tensor, microbatches: list[Microbatch], columns: list[Label], used: int) -> int:
+    def refine(self, before: Tensor, microbatches: list[Microbatch], columns: list[Label], used: int, coarse: bool) -> int:
         """Take more points while ℓ(w + δ_∅) − ℓ(end) − Σ_n c_n is too large; return how many were taken.
 
         Args:
@@ -78,6 +78,7 @@ class StepRefinement:
             microbatches: Of the step.
             columns: What the losses are of.
             used: Points that the directions are made of by now.
+            coarse: Whether passes run in half precision.
         """
         look = self.look
         with look.capture.paused(), self.way.at(1.0):
@@ -93,7 +94,7 @@ class StepRefinement:
             self.directions.complete()
             return shared()
 
-        return refine(look, self.way, before.cpu(), after.cpu(), shared(), used, again)[1]
+        return refine(look, self.way, before.cpu(), after.cpu(), shared(), used, again, coarse)[1]
 
     def _whole(self) -> Tensor:
         """Return Σ_n c_n = ⟨G, v⟩ by the directions as they stand, ``[k]``."""

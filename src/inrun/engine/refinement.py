@@ -93,9 +93,12 @@ E = TypeVar("E", bound=Explained)
 
 @torch.no_grad()
 def refine(
-    look: StepLook, way: Way, before: Tensor, after: Tensor, first: E, used: int, again: Callable[[Points], E]
+    look: StepLook, way: Way, before: Tensor, after: Tensor, first: E, used: int, again: Callable[[Points], E], coarse: bool = False
 ) -> tuple[E, int]:
     """Take more points along a way while the residual is larger than `RESIDUAL` · Σ|c|, at most `MOST_PIECES`.
+
+    In half precision (``coarse``) losses at two places of a way differ by rounding as much as by the way: pieces would explain
+    their rounding, and none are cut.
 
     Args:
         look: Takes validation gradients.
@@ -105,6 +108,7 @@ def refine(
         first: What the first points explain.
         used: How many these were.
         again: Takes the gradients at other points, with their weights, and tells what those explain.
+        coarse: Whether passes run in half precision, on all processes alike.
 
     Returns:
         What the last points explain, and their number.
@@ -123,7 +127,7 @@ def refine(
             return found, used
         if len(finer) > used:
             found, used = again(finer), len(finer)
-    if explains():
+    if coarse or explains():
         return found, used
 
     def slope(place: float) -> Tensor:

@@ -425,12 +425,12 @@ class Step(OpenStep):
         self.directions.complete()
         self.points = len(self.setup.method.points) or None
         if self.setup.method.adaptive and self.skipped is None:
-            self._adapt(StepRefinement(self.look, self.directions, self.factors, self.settlement, self._take))
+            self._adapt(StepRefinement(self.look, self.directions, self.factors, self.settlement, self._take), coarse)
         elif self.measured:
             self._measure_start()
         self.settlement.begin(self.microbatches, len(self.columns))
 
-    def _adapt(self, refinement: StepRefinement) -> None:
+    def _adapt(self, refinement: StepRefinement, coarse: bool) -> None:
         """Measure rough steps like audited ones, and take more points there where the residual is large."""
         known = self.run.known_rough
         rough = refinement.is_rough(self.run.usual) if known is None else known
@@ -443,7 +443,7 @@ class Step(OpenStep):
             # Of the path that is scored: the paper's proxy begins at w.
             start = self.places.before if self.setup.update == "sgd" else self.places.after_zero_move
             assert start is not None and self.points is not None
-            self.points = refinement.refine(start, self.microbatches, self.columns, self.points)
+            self.points = refinement.refine(start, self.microbatches, self.columns, self.points, coarse)
 
     def _measure_start(self) -> None:
         """Measure what the accounts need before the optimizers step."""

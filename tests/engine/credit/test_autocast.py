@@ -40,3 +40,29 @@ def test_totals_are_held_to_the_precision_of_the_gradient(memory: str, penalty: 
         train()
         assert accountant.last.contributions["validation"].abs().sum() > 0
     accountant.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "midpoint"}], ids=["whole", "step"])
+@pytest.mark.parametrize("low", [True, False])
+def test_no_pieces_are_cut_to_explain_rounding(options: dict[str, str], low: bool) -> None:
+    """Losses along a move differ by rounding there; the control, in full precision, is cut into many pieces."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    x, y = torch.randn(4, 6), torch.randn(4, 3)
+
+    def loss(m: nn.Module, rows: slice) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            out = m(x[rows])
+        return (out.float() - y[rows]).square().mean()
+
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss(m, slice(0, 1)), audit_every=1, **options)
+    points = []
+    for _ in range(6):
+        with accountant.step(range(4)):
+            loss(model, slice(0, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        points.append(accountant.last.accounts["validation"].points)
+    accountant.close()
+    assert (max(points) > 3) is not low

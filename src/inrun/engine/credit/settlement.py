@@ -158,7 +158,7 @@ class WholeSettlement(Settling):
         used = len(points)
         if audited or rough:
             before, after = self._losses(look, move)
-            payment, used = refine(look, move, before, after, payment, used, lambda finer: self._with(finer, look))
+            payment, used = refine(look, move, before, after, payment, used, lambda finer: self._with(finer, look), bool(coarse))
         self._payment = payment
         self.books = WholeBooks(payment.data, payment.spread, payment.decay, payment.inherited, before, after, used)
         return found
