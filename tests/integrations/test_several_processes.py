@@ -124,7 +124,7 @@ def test_trainer_with_a_ragged_end_and_books_of_both(folder: Path) -> None:
         assert accounts[column] == pytest.approx(expected[column], rel=TOLERANCE, abs=TOLERANCE * 0.1), column
 
 
-@pytest.mark.parametrize("name", ["across", "each by itself", "sharded"])
+@pytest.mark.parametrize("name", ["across", "each by itself", "stream", "dispatched", "sharded"])
 def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
     parts = ranks(name, folder)
     steps = [[part["steps"][t][0] for part in parts] for t in range(3)]
@@ -238,12 +238,14 @@ def test_accelerate_in_either_order(name: str, folder: Path) -> None:
     same_weights(parts, weights(model))
 
 
-@pytest.mark.parametrize("name", ["accelerate resumed", "lightning resumed"])
+@pytest.mark.parametrize("name", ["accelerate resumed", "lightning resumed", "sharded resumed"])
 def test_resumed_equals_unbroken(name: str, folder: Path) -> None:
     for part in ranks(name, folder):
         assert part["again"]["scores"] == part["unbroken"]["scores"]
         assert difference(part["again"]["weights"], part["unbroken"]["weights"]) == 0
-        assert sum(part["unbroken"]["scores"]["times_used"]) == (16 if "accelerate" in name else 24)
+        assert sum(part["unbroken"]["scores"]["times_used"]) == (24 if "lightning" in name else 16)
+        if name == "sharded resumed":
+            same_scores(part["unbroken"]["scores"], ranks("resumed", folder)[0]["unbroken"]["scores"])
 
 
 def test_what_is_refused_is_named(folder: Path) -> None:
