@@ -124,7 +124,7 @@ def test_trainer_with_a_ragged_end_and_books_of_both(folder: Path) -> None:
         assert accounts[column] == pytest.approx(expected[column], rel=TOLERANCE, abs=TOLERANCE * 0.1), column
 
 
-@pytest.mark.parametrize("name", ["across", "each by itself", "stream", "dispatched", "sharded"])
+@pytest.mark.parametrize("name", ["across", "each by itself", "dispatched", "sharded"])
 def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
     parts = ranks(name, folder)
     steps = [[part["steps"][t][0] for part in parts] for t in range(3)]
@@ -143,6 +143,16 @@ def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
         assert all("Give ledger=FOLDER, which all processes write" in part["refused"] for part in parts)
     if name == "sharded":
         assert all(part["kinds"] == ["DTensor"] for part in parts)
+
+
+def test_a_stream_equals_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer itself, since it carries the end of a stream over into a step of the next epoch."""
+    parts = ranks("stream", folder)
+    monkeypatch.setenv("JOB_SHARED", str(folder))
+    alone = trainer_jobs.JOBS["trainers"]["stream"](0, 1)
+    assert [len(ids) for ids, _ in alone["steps"]] == [8, 12, 12]
+    close(of_ranks(parts), of_ranks([alone]))
+    same_weights(parts, alone["weights"])
 
 
 def test_the_two_averages_differ(folder: Path) -> None:
