@@ -124,7 +124,7 @@ def test_trainer_with_a_ragged_end_and_books_of_both(folder: Path) -> None:
         assert accounts[column] == pytest.approx(expected[column], rel=TOLERANCE, abs=TOLERANCE * 0.1), column
 
 
-@pytest.mark.parametrize("name", ["across", "each by itself", "sharded"])
+@pytest.mark.parametrize("name", ["across", "each by itself", "dispatched", "sharded"])
 def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
     parts = ranks(name, folder)
     steps = [[part["steps"][t][0] for part in parts] for t in range(3)]
@@ -143,6 +143,16 @@ def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
         assert all("Give ledger=FOLDER, which all processes write" in part["refused"] for part in parts)
     if name == "sharded":
         assert all(part["kinds"] == ["DTensor"] for part in parts)
+
+
+def test_a_stream_equals_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer itself, since it carries the end of a stream over into a step of the next epoch."""
+    parts = ranks("stream", folder)
+    monkeypatch.setenv("JOB_SHARED", str(folder))
+    alone = trainer_jobs.JOBS["trainers"]["stream"](0, 1)
+    assert [len(ids) for ids, _ in alone["steps"]] == [8, 12, 12]
+    close(of_ranks(parts), of_ranks([alone]))
+    same_weights(parts, alone["weights"])
 
 
 def test_the_two_averages_differ(folder: Path) -> None:
@@ -238,12 +248,14 @@ def test_accelerate_in_either_order(name: str, folder: Path) -> None:
     same_weights(parts, weights(model))
 
 
-@pytest.mark.parametrize("name", ["accelerate resumed", "lightning resumed"])
+@pytest.mark.parametrize("name", ["accelerate resumed", "lightning resumed", "sharded resumed"])
 def test_resumed_equals_unbroken(name: str, folder: Path) -> None:
     for part in ranks(name, folder):
         assert part["again"]["scores"] == part["unbroken"]["scores"]
         assert difference(part["again"]["weights"], part["unbroken"]["weights"]) == 0
-        assert sum(part["unbroken"]["scores"]["times_used"]) == (16 if "accelerate" in name else 24)
+        assert sum(part["unbroken"]["scores"]["times_used"]) == (24 if "lightning" in name else 16)
+        if name == "sharded resumed":
+            same_scores(part["unbroken"]["scores"], ranks("resumed", folder)[0]["unbroken"]["scores"])
 
 
 def test_what_is_refused_is_named(folder: Path) -> None:

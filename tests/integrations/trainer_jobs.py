@@ -47,7 +47,15 @@ def steps_of(books: Recorder) -> list[tuple[list[int], list[float]]]:
 # transformers
 
 
-def trainer_of(folder: Path, model: nn.Module, rows: int, world: int, **options: Any) -> Any:
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that are read from the beginning, with ids."""
+
+    def __iter__(self) -> Any:
+        pairs = zip(ROWS, LABELS, strict=True)
+        return iter([{"input_ids": x.tolist(), "labels": y.tolist(), "sample_id": i} for i, (x, y) in enumerate(pairs)])
+
+
+def trainer_of(folder: Path, model: nn.Module, rows: int, world: int, dataset: Any = None, **options: Any) -> Any:
     import datasets
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
@@ -66,7 +74,7 @@ def trainer_of(folder: Path, model: nn.Module, rows: int, world: int, **options:
     }
     args = TrainingArguments(str(folder), **{**quiet, **common, **options})
     assert args.world_size == world
-    return Trainer(model, args, train_dataset=datasets.Dataset.from_list(items))
+    return Trainer(model, args, train_dataset=datasets.Dataset.from_list(items) if dataset is None else dataset)
 
 
 def held_out() -> Any:
@@ -96,7 +104,7 @@ def ragged(rank: int, world: int) -> dict[str, Any]:
     }
 
 
-def step_game(across: bool) -> Callable[[int, int], dict[str, Any]]:
+def step_game(across: bool, **more: Any) -> Callable[[int, int], dict[str, Any]]:
     """Books in memory; ``across`` tells whether tokens are averaged over processes."""
 
     def run(rank: int, world: int) -> dict[str, Any]:
@@ -104,12 +112,12 @@ def step_game(across: bool) -> Callable[[int, int], dict[str, Any]]:
         from inrun.integrations.transformers import attach
 
         model, books = llama(), Recorder()
-        options = {"max_steps": 3, "gradient_accumulation_steps": 2, "average_tokens_across_devices": across}
+        options = {"max_steps": 3, "gradient_accumulation_steps": 2, "average_tokens_across_devices": across, **more}
         trainer = trainer_of(shared("step"), model, 12, world, **options)
         attach(trainer, validation_of(HELD), ledger=books, credit="step", method="midpoint")
         trainer.train()
         found = {"weights": weights(model), "steps": steps_of(books)}
-        if world > 1 and across:
+        if world > 1 and across and not more:
             trainer = trainer_of(shared("step"), llama(), 12, world, max_steps=1)
             scores = attach(trainer, validation_of(HELD))
             trainer.train()
@@ -142,12 +150,17 @@ def whole_weights(model: Any) -> list[Tensor]:
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
 
 
+def sharding_trainer(folder: Path, world: int, **options: Any) -> Any:
+    trainer = trainer_of(folder, llama(), 12, world, **options)
+    shard(trainer.accelerator, sharded_plugin())
+    trainer.is_fsdp_enabled = True
+    return trainer
+
+
 def sharded_trainer(rank: int, world: int) -> dict[str, Any]:
     from inrun.integrations.transformers import attach
 
-    trainer = trainer_of(shared("sharded"), llama(), 12, world, max_steps=3, gradient_accumulation_steps=2)
-    shard(trainer.accelerator, sharded_plugin())
-    trainer.is_fsdp_enabled = True
+    trainer = sharding_trainer(shared("sharded"), world, max_steps=3, gradient_accumulation_steps=2)
     books = Recorder()
     attach(trainer, held_out(), ledger=books, credit="step", method="first")
     trainer.train()
@@ -167,6 +180,18 @@ def resumable(rank: int, world: int, resume: Path | None = None, books: str = "r
     scores = attach(trainer, validation_of(HELD), ledger=shared(books), audit_every=2)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return {"weights": weights(model), "scores": scores.scores().to_pydict()}
+
+
+def sharded_resumed(rank: int, world: int) -> dict[str, Any]:
+    from inrun.integrations.transformers import attach
+
+    def run(resume: Path | None) -> dict[str, Any]:
+        trainer = sharding_trainer(shared("sharded run"), world, **SAVING)
+        scores = attach(trainer, validation_of(HELD), ledger=shared("sharded books"), audit_every=2)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return {"weights": whole_weights(trainer.model_wrapped), "scores": scores.scores().to_pydict()}
+
+    return {"unbroken": run(None), "again": run(shared("sharded run") / "checkpoint-2")}
 
 
 def resumed(rank: int, world: int) -> dict[str, Any]:
@@ -342,8 +367,11 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "ragged": ragged,
         "across": step_game(True),
         "each by itself": step_game(False),
+        "stream": step_game(True, dataset=Stream()),
+        "dispatched": step_game(True, accelerator_config={"dispatch_batches": True}),
         "resumed": resumed,
         "sharded": sharded_trainer,
+        "sharded resumed": sharded_resumed,
         "accelerate before": accelerated("before"),
         "accelerate after": accelerated("after", credit="step", method="first"),
         "accelerate fsdp2": accelerated("after", sharded=True, credit="step", method="first"),
@@ -355,10 +383,8 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "lightning resumed": lightning_resumed,
         "errors": named_errors,
     },
+    "trl": {"sft": sft},
 }
-
-
-JOBS["trl"] = {"sft": sft}
 
 
 def _set_up() -> None:

@@ -274,8 +274,8 @@ class Capture:
         micro = self._micro
         if micro is None or self._paused or not (site.rule.reads or site.read_outside) or self._inside is site:
             return value
-        if not site.scored[name].is_parameter(value):
-            return value
+        if not site.scored[name].is_parameter(value) or hasattr(value, "placements"):
+            return value  # the latter is read by fully_shard itself, before it is whole: forwards do not see it
         if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:

@@ -131,7 +131,8 @@ class TrainerScores:
         trainer._set_signature_columns_if_needed()
         try:
             trainer.train_dataset = self.numbered(dataset)
-            trainer.data_collator = self.keeping(collate, as_tensor=is_stream(dataset))
+            sent = is_stream(dataset) or bool(trainer.accelerator.dispatch_batches)  # by the first process, to the others
+            trainer.data_collator = self.keeping(collate, as_tensor=sent)
             trainer._signature_columns = [*trainer._signature_columns, self.id_column]
             return original()
         finally:
