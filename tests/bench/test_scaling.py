@@ -19,7 +19,7 @@ from inrun.bench.scaling import Scaled, _result, check
 from inrun.bench.shape import Shape
 from inrun.errors import ConfigurationError
 
-SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 51, "batch": 3, "rounds": 2}
+SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 131, "batch": 3, "rounds": 2}
 SMALL = ["--json", *(word for name, size in SIZES.items() for word in (f"--{name}", str(size)))]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -68,7 +68,7 @@ def test_bytes_are_those_computed(command: list[str], mode: str) -> None:
     plain, first, whole = data["results"]
     assert [plain["name"], first["name"], whole["name"]] == ["plain", "first+frozen", "whole credit"]
     assert plain["bytes"] == 0 and plain["relative"] == plain["relative_alone"] == 1.0
-    entries = 51 * 16 + 8 * 16 + (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 3 * 32
+    entries = 131 * 16 + 8 * 16 + (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 3 * 32
     for r in (first, whole):
         assert r["processes"] == 2 and r["seconds"] > 0 and r["scaling"] == pytest.approx(2 * r["seconds_alone"] / r["seconds"])
         assert {kind: r["payload"][kind] for kind in r["computed"]} == r["computed"]
@@ -76,8 +76,8 @@ def test_bytes_are_those_computed(command: list[str], mode: str) -> None:
         assert 0 < small < 2500, r["payload"]  # meetings and sums of a few numbers
     if mode == "ddp":
         assert first["computed"] == {"validation gradient": 4 * entries}
-    else:  # 51 rows are split into 26 and 25, which are filled up; the table is used twice
-        assert first["computed"] == {"directions": 2 * (entries + 16 + 52 * 16)}
+    else:  # 131 rows are split into 66 and 65, which are filled up; the table is used twice, and its rows are corrected
+        assert first["computed"] == {"directions": 2 * (entries + 16 + 132 * 16 + 132)}
     assert set(whole["computed"]) == {"sketch", "validation gradient" if mode == "ddp" else "directions"}
 
 

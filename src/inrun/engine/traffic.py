@@ -21,7 +21,8 @@ def expected_payload(setup: Setup, credit: WholeCredit | None, columns: int, mic
     precision:
 
     - DDP: 4kN for the validation gradient; whole credit 8B.
-    - ``fully_shard``: 4kN/W for every use of a parameter; whole credit 4kN/W for uses other than look-ups, N/W for signs of
+    - ``fully_shard``: 4kN/W for every use of a parameter, and 4/W for every row of an output vocabulary whose frozen gain is
+      corrected (in the step game); whole credit 4kN/W for uses other than look-ups, N/W for signs of
       matrices, and 4/W for each segment sum of q and (k of them, for every sketch that is in force) of D; 8B as above.
 
     Meetings and small sums, some hundred bytes and as many for every parameter, are not in it.
@@ -41,6 +42,8 @@ def expected_payload(setup: Setup, credit: WholeCredit | None, columns: int, mic
     store = None if credit is None else credit.store
     if sharded:
         found["directions"] = microbatches * sum(_gathered(s, columns, store is not None) for s in setup.scored)
+        if store is None and setup.update == "frozen":
+            found["directions"] += microbatches * sum(_row_factors(s) for s in setup.scored if not setup.rules[s.optimizer].linear)
     if isinstance(store, SketchStore):
         found["sketch"] = 8 * sum(plan.buckets for plan in store.sketcher.plans)
         if sharded:
@@ -68,6 +71,11 @@ def _gathered(s: Scored, columns: int, whole_credit: bool) -> int:
     contracted = sum(not site.rule.sparse for site, _ in s.uses)
     signs = len(s.uses) if s.parameter.dim() > 1 else 0
     return columns * entries * _width(s) * contracted + entries * signs
+
+
+def _row_factors(s: Scored) -> int:
+    """Return the bytes of the factors by which rows of an output vocabulary are corrected."""
+    return _rows_here(s) * _width(s) if any(site.rule.rows_are_classes(name, s.parameter) for site, name in s.uses) else 0
 
 
 def _segments(sketcher: Sketcher) -> int:
