@@ -26,8 +26,8 @@ def with_inherited(monkeypatch):
     """Give the accounts the column ``inherited`` where books are written without it."""
     offer = Tables._offer
 
-    def offering(self, table, schema):
-        columns = offer(self, table, schema)
+    def offering(self, table, schema, view=None):
+        columns = offer(self, table, schema, view)
         if table == "accounts" and "inherited" not in columns:
             self.connection.execute("CREATE TABLE more AS SELECT *, $1::DOUBLE AS inherited FROM accounts", [INHERITED])
             self.connection.execute("DROP VIEW accounts; ALTER TABLE more RENAME TO accounts")
