@@ -25,13 +25,13 @@ test: $(VENV)/dev
 test-slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow
 
-# The report in Chromium, with axe-core; pictures go to docs/images. Needs npm, and: apt-get install chromium chromium-driver
+# Report and explorer in Chromium, with axe-core; pictures go to docs/images. Needs npm, and: apt-get install chromium chromium-driver
 test-browser: $(VENV)/dev
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 		{ echo "no browser: apt-get install chromium chromium-driver"; exit 1; }
 	$(BIN)/pip install $(PIP_FLAGS) selenium
 	npm install --prefix tests/browser --no-audit --no-fund --silent
-	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/report/test_report_browser.py
+	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/report tests/explorer
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -10,27 +10,49 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "inrun"
+#: What whoever shows something in a notebook may import: HTML and figures.
+NOTEBOOKS = {"notebook", "figures"}
 ALLOWED = {
     "layers": {"layers", "errors", "torch_private"},
     "optimizers": {"optimizers", "errors", "statistics"},
     "methods": {"methods", "errors", "statistics"},
     # The accountant offers the fidelity study as a method, and imports it when asked.
-    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"},
-    "truth": {"truth", "errors", "statistics", "torch_private"},
-    "fidelity": {"fidelity", "engine", "methods", "truth", "errors"},
-    "ledger": {"ledger", "errors", "files"},
-    "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files"},
+    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"}
+    | NOTEBOOKS,
+    "truth": {"truth", "errors", "statistics", "torch_private", "notebook"},
+    "fidelity": {"fidelity", "engine", "methods", "truth", "errors", "notebook"},
+    # A reader offers its figures as an attribute, and imports them when asked.
+    "ledger": {"ledger", "errors", "files"} | NOTEBOOKS,
+    "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files", "notebook"},
+    "notebook": {"notebook"},
+    "figures": {"figures", "analysis", "ledger", "notebook", "errors", "statistics"},
     "report": {"report", "analysis", "ledger", "methods", "errors", "statistics", "files"},
+    "explorer": {"explorer", "report", "analysis", "ledger", "errors", "files"},
     "corpus": {"corpus", "ledger", "files", "errors"},
     "training": {"training", "corpus", "engine", "methods", "ledger", "analysis", "files", "statistics", "errors"},
     "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
-    "experiments": {"experiments", "fidelity", "truth", "training", "corpus", "engine", "errors"},
+    "experiments": {
+        "experiments",
+        "fidelity",
+        "truth",
+        "training",
+        "corpus",
+        "engine",
+        "ledger",
+        "analysis",
+        "baselines",
+        "bench",
+        "methods",
+        "statistics",
+        "files",
+        "errors",
+    },
     "integrations": {"integrations", "engine", "ledger", "files", "errors"},
-    "baselines": {"baselines", "errors", "statistics", "ledger"},
+    "baselines": {"baselines", "errors", "statistics", "ledger", "files"},
     "bench": {"bench", "engine", "layers", "methods", "training", "errors", "torch_private"},
 }
-NO_TORCH = {"ledger", "analysis", "report"}
+NO_TORCH = {"ledger", "analysis", "report", "notebook", "figures", "explorer"}
 #: Files that every room may import, and that import none.
 SHARED = ("errors", "statistics", "files")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from inrun.statistics import gauss_legendre, pearson, ranks, spearman
+from inrun.statistics import gauss_legendre, pearson, ranks, spearman, student_tail
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40))
@@ -38,3 +38,10 @@ def test_gauss_legendre_is_exact_for_polynomials(n: int) -> None:
     for power in range(2 * n):
         assert sum(w * s**power for s, w in rule) == pytest.approx(1 / (power + 1), abs=1e-14)
     assert sum(w * s ** (2 * n) for s, w in rule) != pytest.approx(1 / (2 * n + 1), rel=1e-12) or n > 5
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "share"), [(0.0, 3, 0.5), (1.0, 1, 0.25), (2.0, 3, 0.0696629843), (2.0, 10**6, 0.0227502)]
+)
+def test_student_tail(t, freedom, share):
+    assert student_tail(t, freedom) == pytest.approx(share, abs=2e-7)

@@ -20,12 +20,39 @@ _lazy = {
     "Ledger": "inrun.ledger",
     "MemoryLedger": "inrun.ledger",
 }
+#: Rooms that people reach for by their name, without an import of their own.
+_rooms = (
+    "analysis",
+    "baselines",
+    "bench",
+    "corpus",
+    "engine",
+    "explorer",
+    "fidelity",
+    "figures",
+    "integrations",
+    "layers",
+    "ledger",
+    "methods",
+    "optimizers",
+    "replay",
+    "report",
+    "training",
+    "truth",
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are first used, so that ``import inrun`` does not import torch."""
-    if name not in _lazy:
-        raise AttributeError(f"module 'inrun' has no attribute {name!r}")
+    """Import public names and rooms when they are first used, so that ``import inrun`` does not import torch."""
     import importlib
 
+    if name in _rooms:
+        return importlib.import_module(f"inrun.{name}")
+    if name not in _lazy:
+        raise AttributeError(f"module 'inrun' has no attribute {name!r}")
     return getattr(importlib.import_module(_lazy[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Return all that can be had, imported yet or not."""
+    return sorted({name for name in globals() if name.endswith("__")} | {*__all__, *_rooms})

@@ -120,8 +120,9 @@ def test_rules(run, tmp_path, options, dropped) -> None:
     for row in kept_rows + dropped_rows:
         assert row["domain"] == DOMAINS[row["sample_id"]]
         assert row["text"] == f"{HOSTILE} {row['sample_id']}"
-    assert sum(n for n, _ in result.groups.values()) == len(ORDER)
-    assert sum(d for _, d in result.groups.values()) == len(dropped_rows)
+    # Shares are of what has a score: nothing speaks for or against the rest.
+    assert sum(n for n, _ in result.groups.values()) == result.scored == len(ORDER) - len(UNUSED)
+    assert sum(d for _, d in result.groups.values()) == sum(r["sample_id"] not in UNUSED for r in dropped_rows)
 
 
 def test_score_columns(run, tmp_path) -> None:
@@ -155,7 +156,7 @@ def test_the_card_says_how(run, tmp_path) -> None:
         assert words in card
     assert "2 samples were never used" in card
     assert "1 samples were used and have no metadata" in card
-    assert "| web | 4 | 2 | 50.0% |" in card
+    assert "| web | 3 | 2 | 66.7% |" in card
     for raw in ("\x1b", "\u202e", "\x00", "<b>", "<script>"):
         assert raw not in card
     assert not any("\u2028" in p.read_text() or "\x1b" in p.read_text() for p in (tmp_path / "out").iterdir())
@@ -184,7 +185,7 @@ def test_the_folder_is_not_overwritten(run, tmp_path) -> None:
         curate(run, out, validation="b", keep="standard_error > 0", force=True)
     assert (out / "kept.parquet").exists()  # a failed --force leaves what was there
     curate(run, out, force=True)
-    assert sorted(p.name for p in out.iterdir()) == ["README.md", "dropped.jsonl", "kept.jsonl", "mine.txt"]
+    assert sorted(p.name for p in out.iterdir()) == ["README.md", "curation.json", "dropped.jsonl", "kept.jsonl", "mine.txt"]
     for bad in (run, run / "samples" / "x", out / "mine.txt"):
         with pytest.raises(ConfigurationError):
             curate(run, bad, force=True)

@@ -172,7 +172,7 @@ def test_curate(run, tmp_path) -> None:
     result = invoke(["curate", "--out", str(tmp_path / "a"), "-v", "f"], run)
     assert result.exit_code == 0, result.output
     assert not raw(result.output)
-    assert "samples kept" in result.output
+    assert "samples are kept" in result.output
     data = json.loads(
         invoke(["curate", "--out", str(tmp_path / "b"), "--top-fraction", "0.5", "--by", "owner"], run, "--json").stdout
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 
+import pytest
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
 from inrun.cli.progress import progress
-from inrun.cli.train_progress import reading_bar, training_line
+from inrun.cli.train_progress import BAR, FieldsColumn, StepColumn, describe, fitting, reading_bar, training_line
 from inrun.training.loop import Status
 
 
@@ -29,3 +34,35 @@ def test_patience(capsys):
         reading(1, 9, 1)
         line(Status(1, 9))
     assert capsys.readouterr().err == ""
+
+
+def test_a_narrow_line_keeps_whole_fields_in_order():
+    status = Status(12, 280, 4.25, validation={"code": 4.1, "prose": 4.3}, samples_per_second=31.0, overhead=0.3, plain_seconds=0.5)
+    full = describe(status)
+    assert full == "loss 4.250, code 4.100, prose 4.300, 31.0 samples/s, scoring +30%"
+    assert fitting(full, 200) == full
+    assert fitting(full, 40) == "loss 4.250, code 4.100, prose 4.300"
+    assert fitting(full, 5) == ""
+
+
+def test_nothing_alarming_or_unknown_is_told():
+    assert "scoring" not in describe(Status(1, 9, 2.0, samples_per_second=10.0, overhead=4.0, plain_seconds=0.001))
+    assert describe(Status(9, 9)) == ""  # a finished run that is resumed has no loss to tell
+
+
+@pytest.mark.parametrize("width", [80, 60, 200])
+def test_step_bar_and_time_left_stay_on_a_narrow_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    console = Console(width=width, force_terminal=True, file=io.StringIO(), color_system=None)
+    columns = (StepColumn(), BarColumn(bar_width=BAR), TimeRemainingColumn(compact=True), FieldsColumn())
+    bar = Progress(*columns, console=console, auto_refresh=False)
+    task = bar.add_task("", total=None)
+    with console.capture() as before:
+        console.print(bar.get_renderable())
+    assert "None" not in before.get()
+    many = {f"a long name {i}": 3.0 for i in range(4)}
+    bar.update(task, completed=120, total=20_000, description=describe(Status(120, 20_000, 4.25, 0.0, many, 31.0)))
+    with console.capture() as shown:
+        console.print(bar.get_renderable())
+    (line,) = shown.get().splitlines()
+    assert "step   120/20000" in line and "--:--" in line and "loss 4.250" in line and len(line.rstrip()) <= width

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 
 import inrun
 from inrun.errors import ConfigurationError, ConservationError, CoverageError, StepError, ValidationError
-from problems import PROBLEMS, Problem, perceptron, points
+from problems import PROBLEMS, Problem, perceptron, points, token_losses
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
+from tiny import VOCAB, batch
 
 N, M = 4, 3
 
@@ -355,3 +358,103 @@ def test_compiled_models_are_refused() -> None:
         accountant.step(range(N), merged=M),
     ):
         compiled(torch.cat([points(N, 0), points(M, 99)]))
+
+
+@pytest.mark.parametrize("name", ["a rate of 0", "all masked", "all masked, added up"])
+def test_steps_in_which_nobody_scores_anything(name: str) -> None:
+    """A warm-up from 0, and training rows that are all masked: 0 is right. What cannot be told from a missing part is asked for."""
+    model, mask = perceptron().double(), 0.0 if "masked" in name else 1.0
+
+    def loss(step: Any, out: Tensor, y: Tensor) -> Tensor:
+        train, held = mse(out[:N], y[:N]) * mask, mse(out[N:], y[N:])
+        return train + held if name != "all masked" else step.merge(train, held)
+
+    opt = torch.optim.SGD(model.parameters(), lr=0.0 if "rate" in name else 0.1)
+    with inrun.Accountant(model, opt) as accountant:
+        if name == "all masked, added up":
+            with pytest.raises(ValidationError, match=r"exactly 0.*all are masked.*step\.merge"):
+                merged_step(model, accountant, loss)
+            return
+        merged_step(model, accountant, loss)
+        assert accountant.last.contributions["validation"].tolist() == [0.0] * N
+        opt.param_groups[0]["lr"] = 0.1
+        merged_step(model, accountant, lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out[N:], y[N:])))
+        assert bool((accountant.last.contributions["validation"] != 0).all())
+
+
+class Tied(nn.Module):
+    """Token tables and a head of one weight; ``order`` names the calls of a forward, ``saved`` those in a checkpoint."""
+
+    def __init__(self, order: str = "table inner head", bias: bool = False, padding: int | None = None, saved: str = "") -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(VOCAB, 6, padding_idx=padding), nn.Embedding(VOCAB, 6)
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, VOCAB, bias=bias)
+        self.head.weight = self.table.weight
+        self.order, self.saved = order.split(), saved
+        if "other" in self.order:
+            self.other.weight = self.table.weight
+        else:
+            del self.other
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = torch.sin(rows.unsqueeze(-1) + torch.arange(6.0, dtype=torch.float64))
+        for place, name in enumerate(self.order):
+            call = getattr(self, name)
+            if name in self.saved:
+                call = functools.partial(torch.utils.checkpoint.checkpoint, call, use_reentrant=False)
+            if name in ("table", "other"):
+                x = x + call(rows if name == "table" else rows.flip(1))
+            elif name == "head" and place + 1 < len(self.order):
+                x = x + call(x)[..., :6]
+            else:
+                x = call(x) if name == "head" else torch.tanh(call(x))
+        return x
+
+
+TIED = {
+    "plain": (Tied, False),
+    "a bias, padding": (lambda: Tied(bias=True, padding=3), False),
+    "two tables": (lambda: Tied("table other inner head"), False),
+    "recomputed head": (lambda: Tied(saved="head"), False),
+    "recomputed table": (lambda: Tied(saved="table"), False),
+    "a table after the head": (lambda: Tied("table inner head other inner"), True),
+    "a head that runs twice": (lambda: Tied("table head inner head"), True),
+}
+
+
+@pytest.mark.parametrize("per_point", [False, True])
+@pytest.mark.parametrize(("optimizer", "update"), [("sgd", "sgd"), ("adamw", "frozen"), ("adamw", "secant")])
+@pytest.mark.parametrize("name", list(TIED))
+def test_tied_heads(name: str, optimizer: str, update: str, per_point: bool) -> None:
+    """Only the rows of the validation rows' tokens wait, unless other uses of the weight come later."""
+    build, kept = TIED[name]
+    problem = Problem(build, batch, token_losses if "after" not in name else lambda out, rows: out.square().mean((1, 2)))
+    expected, _, _ = train(problem, optimizer, update, "separate", per_point)
+    for mode in ("merged", "added"):
+        got, _, accountant = train(problem, optimizer, update, mode, per_point)
+        assert relative_error(got, expected) < 1e-9
+    (forms,) = {row.form for row in accountant.coverage if row.module == "head"}
+    if update == "sgd":
+        assert ("kept" in forms) is kept
+
+
+def test_a_tied_head_keeps_few_rows() -> None:
+    model = Tied().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows, held = batch(N, 0), batch(1, 99)[:, :3].repeat(1, 4)[:, :10]
+    with inrun.Accountant(model, opt, update="sgd") as accountant:
+        with accountant.step(range(N), merged=1) as step:
+            out = model(torch.cat([rows, held]))
+            step.merge(token_losses(out[:N], rows).mean(), token_losses(out[N:], held).mean()).backward()
+            crossing = step.microbatches[0].crossing
+            assert [(x.rows.tolist(), x.kept.kind.__name__) for x in crossing] == [(sorted(set(held[0].tolist())), "Formed")]
+            # Few rows of the head, and output gradients and tokens of the look-up.
+            assert step.expected_bytes()[0] == 8 * (N * len(set(held[0].tolist())) * 6 + N * 10 * 6 + N * 10)
+            opt.step()
+
+
+def test_control_cross_terms_of_tables_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the look-ups' part the books do not balance."""
+    monkeypatch.setattr("inrun.engine.merged.MergedMicrobatch._cross", lambda self: None)
+    with pytest.raises(ConservationError, match=r"table\.weight"):
+        train(Problem(Tied, batch, token_losses), "sgd", "sgd", "added")

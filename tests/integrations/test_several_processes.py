@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("lightning.pytorch")
 
 from engine.distributed.job import launch
+from inrun.integrations.saved import is_whole
 from inrun.ledger import MemoryLedger
 from integrations import test_lightning, trainer_jobs
 from integrations.test_transformers import adamw
@@ -211,18 +216,72 @@ def test_torchrun_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         same_scores(part["scores"], alone["scores"])
 
 
+@pytest.mark.slow
+def test_a_killed_trainer_goes_on_to_the_scores_of_an_unbroken_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 of one rank, again and again: the other ends by itself, and nothing is lost or counted twice."""
+    rng, whole, broken = random.Random(3), tmp_path / "whole", tmp_path / "broken"
+    told, began, causes = broken / "told", broken / "run", []
+
+    def run(where: Path, resume: Path | None = None, during: Any = None) -> list[dict[str, Any]]:
+        where.mkdir(exist_ok=True)
+        extra = {"JOB_MODULE": "integrations.trainer_jobs", "JOB_SHARED": str(where), "JOB_STOPS": "1", "JOB_TIMEOUT": "20"}
+        extra |= {} if resume is None else {"JOB_RESUME": str(resume)}
+        return launch("killable", 2, seconds=120.0, extra=extra, during=during)
+
+    def kill_one(processes: list[Any]) -> None:
+        begun = int(told.read_text()) if told.exists() else 0
+        victim, after, until = rng.randrange(2), begun + rng.choice([1, 2, 3]), time.monotonic() + 90
+        while (int((told.exists() and told.read_text()) or 0) < after) and time.monotonic() < until and processes[0].poll() is None:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, 0.15))
+        processes[victim].kill()
+        causes.append(1 - victim)
+
+    def newest() -> Path | None:
+        found = [f for f in began.glob("checkpoint-*") if is_whole(f)]
+        return max(found, key=lambda f: int(f.name.split("-")[1]), default=None)
+
+    expected = run(whole)
+    for _ in range(3):
+        resume = newest()
+        if resume is None:
+            shutil.rmtree(broken / "books", ignore_errors=True)
+        else:
+            told.write_text(resume.name.split("-")[1])
+        found = run(broken, resume, kill_one)
+        left = found[causes[-1]]
+        assert re.search(r"ProcessError: .*rank \d .process \d+ on .* did not answer", left["killable"]["error"]), left
+        for checkpoint in began.glob("checkpoint-*"):  # of a branch that is dropped
+            if (place := newest()) is not None and int(checkpoint.name.split("-")[1]) > int(place.name.split("-")[1]):
+                shutil.rmtree(checkpoint)
+    found = run(broken, newest())
+    for part, of_whole in zip(found, expected, strict=True):
+        assert "error" not in part["killable"], part["killable"]
+        assert part["killable"]["scores"] == of_whole["killable"]["scores"]
+        assert difference(part["killable"]["weights"], of_whole["killable"]["weights"]) == 0
+    assert difference(found[0]["killable"]["weights"], found[1]["killable"]["weights"]) == 0
+
+
 # TRL
 
 
 @pytest.mark.slow
-def test_sft_equals_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["sft", "packed", "dpo", "dpo, lora"])
+def test_trl_equals_one_process(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trainer in one process, which is held against plain loops in test_trl."""
     pytest.importorskip("trl")
-    parts = ranks("sft", folder, "trl")
+    pytest.importorskip("peft")
+    parts = ranks(name, folder, "trl")
     monkeypatch.setenv("JOB_SHARED", str(folder))
-    alone = trainer_jobs.sft(0, 1)
+    alone = trainer_jobs.JOBS["trl"][name](0, 1)
     same_weights(parts, alone["weights"])
     for part in parts:
         same_scores(part["scores"], alone["scores"])
+        assert part.get("coverage", 1.0) == 1.0
+        assert part.get("used") == alone.get("used")
+    if name != "sft":  # three steps of four rows; a pair is two, a packed row several
+        assert sum(alone["scores"]["times_used"]) == (24 if "dpo" in name else sum(alone["used"]))
+        assert sum(alone["scores"]["times_used"]) >= 24
 
 
 # Accelerate
@@ -256,6 +315,10 @@ def test_resumed_equals_unbroken(name: str, folder: Path) -> None:
         assert sum(part["unbroken"]["scores"]["times_used"]) == (24 if "lightning" in name else 16)
         if name == "sharded resumed":
             same_scores(part["unbroken"]["scores"], ranks("resumed", folder)[0]["unbroken"]["scores"])
+
+
+def test_processes_end_cleanly_and_leave_nobody(folder: Path) -> None:
+    assert [(x["code"], x["orphans"]) for x in found("trainers", folder)] == [(0, False)] * 2
 
 
 def test_what_is_refused_is_named(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,30 @@ def resumable(rank: int, world: int, resume: Path | None = None, books: str = "r
     return {"weights": weights(model), "scores": scores.scores().to_pydict()}
 
 
+#: Of a run that is killed.
+LONG = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+
+
+def killable(rank: int, world: int) -> dict[str, Any]:
+    """A run that begins, or goes on from where ``JOB_RESUME`` says, and tells how far it is."""
+    from transformers import TrainerCallback
+
+    from inrun.integrations.transformers import attach
+
+    class Tells(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == 0:
+                shared("told").write_text(str(state.global_step))
+            time.sleep(0.1)
+
+    model = llama()
+    trainer = trainer_of(shared("run"), model, 12, world, **LONG)
+    trainer.add_callback(Tells())
+    scores = attach(trainer, validation_of(HELD), ledger=shared("books"), audit_every=2)
+    trainer.train(resume_from_checkpoint=os.environ.get("JOB_RESUME"))
+    return {"weights": weights(model), "scores": scores.scores().to_pydict()}
+
+
 def sharded_resumed(rank: int, world: int) -> dict[str, Any]:
     from inrun.integrations.transformers import attach
 
@@ -304,6 +329,68 @@ def sft(rank: int, world: int) -> dict[str, Any]:
     return {"weights": weights(model), "scores": scores.scores().to_pydict()}
 
 
+def trl_args(kind: Any, name: str, world: int, **more: Any) -> Any:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "bf16": False}
+    sizes = {"per_device_train_batch_size": 4 // world, "max_steps": 3, "max_grad_norm": 0.3}
+    common = {"learning_rate": LR, "dataloader_pin_memory": False, "optim": "adamw_torch"}
+    return kind(str(shared(name)), **quiet, **{**sizes, **common, **more})
+
+
+def packed(rank: int, world: int) -> dict[str, Any]:
+    """Several documents in a row, each with a score of its own; the tied head is called."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    from inrun.integrations.trl import attach
+    from integrations.test_trl import WORDS, tokenizer
+
+    lengths = [2 + i % 5 for i in range(40)]
+    rows = [rows_of(1, 100 + i, n)[0].tolist() for i, n in enumerate(lengths)]
+    documents = datasets.Dataset.from_list([{"text": " ".join(WORDS[t] for t in row) + " </s>"} for row in rows])
+    args = trl_args(SFTConfig, "packed", world, packing=True, max_length=12)
+    model = llama()
+    trainer = SFTTrainer(model, args, train_dataset=documents, processing_class=tokenizer())
+    assert len(trainer.train_dataset) >= 12  # no row is taken twice
+    scores = attach(trainer, validation_of(HELD), documents=documents, ledger=shared(f"packed books {world}"))
+    trainer.train()
+    used = scores.scored()["times_used"][:]
+    coverage = scores.accountant.coverage.scored_share
+    return {"weights": weights(model), "scores": scores.scores().to_pydict(), "used": used, "coverage": coverage}
+
+
+def preferred(adapters: bool) -> Callable[[int, int], dict[str, Any]]:
+    """DPO: two rows per sample, of the whole model or of adapters alone."""
+
+    def run(rank: int, world: int) -> dict[str, Any]:
+        import datasets
+        from trl import DPOConfig, DPOTrainer
+
+        from inrun.integrations.trl import attach
+        from integrations.test_trl import WORDS, lora, tokenizer
+
+        def text(seed: int, length: int) -> str:
+            return " ".join(WORDS[t] for t in rows_of(1, seed, length)[0].tolist())
+
+        rows = [
+            {"prompt": text(i, 3), "chosen": f" {text(50 + i, 2 + i % 3)} </s>", "rejected": f" {text(90 + i, 4)} </s>"}
+            for i in range(12)
+        ]
+        name = "dpo, lora" if adapters else "dpo"
+        args = trl_args(DPOConfig, name, world, beta=0.5)
+        model, reference = (lora(llama()), None) if adapters else (llama(), llama())
+        dataset = datasets.Dataset.from_list(rows)
+        trainer = DPOTrainer(model, reference, args, train_dataset=dataset, processing_class=tokenizer())
+        scores = attach(trainer, validation_of(HELD), ledger=shared(f"{name} books {world}"))
+        trainer.train()
+        coverage = scores.accountant.coverage.scored_share
+        return {"weights": weights(model), "scores": scores.scores().to_pydict(), "coverage": coverage}
+
+    return run
+
+
 # Lightning
 
 
@@ -383,7 +470,8 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "lightning resumed": lightning_resumed,
         "errors": named_errors,
     },
-    "trl": {"sft": sft},
+    "trl": {"sft": sft, "packed": packed, "dpo": preferred(False), "dpo, lora": preferred(True)},
+    "killable": {"killable": killable},
 }
 
 

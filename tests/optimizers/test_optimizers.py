@@ -427,3 +427,27 @@ def test_rules_import_no_other_package() -> None:
 
     code = "import sys, inrun.optimizers; assert not {'transformers','timm','lion_pytorch','pytorch_optimizer'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("share", [0.002, 0.5])
+def test_adam_in_single_precision_where_terms_cancel(share: float) -> None:
+    """Few entries whose two terms nearly cancel are done again in double precision by themselves, many with their chunk."""
+    g = torch.Generator().manual_seed(0)
+    w = torch.nn.Parameter(torch.randn(40_000, generator=g))
+    optimizer = optim.AdamW([w], lr=0.1, betas=(0.9, 0.95))
+    w.grad = torch.randn(40_000, generator=g)
+    optimizer.step()
+    state, group = optimizer.state[w], optimizer.param_groups[0]
+    # m G / ((r₀ + r₁) D₀) = (1 - small) (1 - β₁) β₂ / (β₁ (1 - β₂)) by the choice of m.
+    hard = torch.rand(40_000, generator=g) < share
+    real, s = w.grad.double(), state["exp_avg_sq"].double()
+    unit, entering = (0.95 / (1.0 - 0.95**2)) ** 0.5, 0.05 / 0.95
+    r0, r1 = s.sqrt(), (s + entering * real.square()).sqrt()
+    near = (1.0 - 1e-5) * 0.1 / (0.9 * entering) * (r0 + r1) * (r0 + 1e-8 / unit) / real
+    state["exp_avg"] = torch.where(hard, near.float(), 0.5 * state["exp_avg"])
+    wide = {k: x.double() for k, x in state.items()}
+    raw = torch.randn(1, 40_000, generator=g)
+    rule = find_update(optimizer)
+    got = rule.direction(raw, w.grad, w.detach(), group, state)
+    expected = rule.direction(raw.double(), real, w.detach().double(), group, wide)
+    assert ((got - expected).abs() / expected.abs()).max() < 1e-6

@@ -249,7 +249,9 @@ def test_headlines_say_what_they_mean(story):
     found = gather(story, by=None, top=1, text=True)
     cards = {h.label: h for h in headlines(found)[0]}
     assert cards["Samples scored"].value == "300" and cards["Optimizer steps"].value == "60"
-    assert "4 folds" in cards["… clear of their error"].note
+    assert "two standard errors (4 folds)" in cards["Negative samples"].note
+    books = found.accounts[0]
+    assert cards["Fall, audited steps"].value == signed(books.fall) and "on 12 of 60 steps" in cards["Fall, audited steps"].note
     error = cards["Method's error"]  # one step in five was audited: a small residual there does not speak for the run
     assert error.mood == "" and error.value == "0.2\u00a0%" and "too little to judge" in error.note
     assert notices(found) == []

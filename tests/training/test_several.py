@@ -27,9 +27,10 @@ from inrun.training.processes import launched
 from inrun.training.session import train
 from small_run import corpus, settings
 
-#: Relative to the largest figure of its kind, in float32 and with AdamW, which divides by √v: contributions and credits; books and
-#: weights. That the engine's own figures are equal is shown in double precision, in tests/engine/distributed.
-CLOSE, CLOSE_BOOKS = 5e-5, 2e-4
+#: Relative to the largest figure of its kind, in float32 and with AdamW: contributions and credits under whole credit, and in the
+#: step game, whose first two steps divide by the gradient itself, also where it is nothing but rounding (that this is all is shown
+#: in tests/engine/distributed, in both precisions); books and weights, whose first moves do the same.
+CLOSE, CLOSE_GAME, CLOSE_BOOKS = 1e-5, 5e-5, 2e-4
 
 
 @pytest.fixture
@@ -54,33 +55,34 @@ def off(a: Any, b: Any) -> float:
 def check_same(one: Path, other: Path) -> None:
     """Two runs have the same books, losses and weights, to rounding."""
     left, right = inrun.Ledger.open(one), inrun.Ledger.open(other)
+    close = CLOSE if left.about["credit"] == "whole" else CLOSE_GAME
     order = {"contributions": ["step", "validation", "sample_id", "contribution"], "credits": ["step", "validation", "row"]}
     for table, keys in order.items():
         a, b = (getattr(x, table)().to_pandas().sort_values(keys).reset_index(drop=True) for x in (left, right))
         names = [name for name in keys if name != "contribution"]
         assert a[names].equals(b[names])
         value = "contribution" if table == "contributions" else "credit"
-        assert off(a[value], b[value]) < CLOSE
+        assert off(a[value], b[value]) < close
         if table == "credits" and len(a):
             assert (
                 a["sample_id"].equals(b["sample_id"])
                 and off(a["error"], b["error"]) < CLOSE_BOOKS
-                and off(a["paid"], b["paid"]) < CLOSE
+                and off(a["paid"], b["paid"]) < close
             )
     a, b = left.scores().to_pandas(), right.scores().to_pandas()
     assert a[["sample_id", "validation", "times_used", "pending"]].equals(b[["sample_id", "validation", "times_used", "pending"]])
-    assert off(a["score"], b["score"]) < CLOSE
+    assert off(a["score"], b["score"]) < close
     a, b = left.accounts().to_pandas(), right.accounts().to_pandas()
     assert a[["step", "validation", "n_samples", "skipped"]].equals(b[["step", "validation", "n_samples", "skipped"]])
     for name in ("data", "spread", "loss_before", "lr", "clip"):
         assert off(a[name], b[name]) < CLOSE_BOOKS, name
     for name in ("decay", "residual"):  # differences of losses
-        assert np.nanmax(np.abs(a[name] - b[name])) < CLOSE * a["loss_before"].max(), name
+        assert np.nanmax(np.abs(a[name] - b[name])) < CLOSE_GAME * a["loss_before"].max(), name
     assert verify(other).good
     same_weights(one, other)
     x, y = metrics(one), metrics(other)
     assert [row["step"] for row in x] == [row["step"] for row in y]
-    assert off([r["loss"] for r in x if "loss" in r], [r["loss"] for r in y if "loss" in r]) < CLOSE
+    assert off([r["loss"] for r in x if "loss" in r], [r["loss"] for r in y if "loss" in r]) < close
     for p, q in zip(x, y, strict=True):
         for name, totals in p.get("domains", {}).items():
             assert off(list(totals.values()), [q["domains"][name][d] for d in totals]) < CLOSE_BOOKS

@@ -9,10 +9,10 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,20 +21,38 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from inrun.analysis.curation_rules import CurationRule, Judged, Mask, Values, column_values, make_rule
-from inrun.analysis.queries import CLEAR, Info, Source, info, scores
+from inrun.analysis.marked import Marked, keep_all
+from inrun.analysis.queries import CLEAR, Info, Source, info
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.files import DurableStream
 from inrun.ledger.reader import reader_of
-from inrun.ledger.scores import Names
+from inrun.ledger.scores import Names, score_table
 from inrun.ledger.tables import Tables, some
 
 FORMATS = ("jsonl", "parquet")
+#: Tells whoever reads the folder which of its files are kept (see ``corpus/sources.py``).
+MARK = "curation.json"
 #: How several validation sets become one verdict.
 COMBINE = {
     "mean": "the rule is applied to the mean of the sets' scores",
     "any": "a sample is dropped if the rule drops it for any of the sets",
     "all": "a sample is dropped only if the rule drops it for all of the sets",
 }
+
+
+class Documents(Protocol):
+    """Documents that a run's samples are pieces of: they are kept or dropped whole, with all that their files say of them."""
+
+    #: ``sample_id`` of every piece, and the ``unit``: the number of its document.
+    units: pa.Table
+    #: What is known of documents, in order: ``sample_id`` is the number.
+    described: pa.Table
+    #: What must be the same for the numbers of pieces to mean the same ones, as metadata of their file.
+    about: dict[str, str]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Read the documents again, whole, in order."""
+        ...
 
 
 @dataclass
@@ -49,15 +67,31 @@ class Curation:
     unused: int
     #: Samples that have a score and no metadata: they are in neither file.
     without_metadata: int
-    #: Per value of the column ``by``: samples and how many of them were dropped.
+    #: Whether those without a score are among the dropped.
+    unused_dropped: bool
+    #: Per value of the column ``by``: how many have a score, and how many of those were dropped.
     by: str | None
     groups: dict[str | None, tuple[int, int]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    #: What was kept or dropped: "samples", or the "documents" that they are pieces of.
+    unit: str = "samples"
+
+    @property
+    def scored(self) -> int:
+        """Return how many of them have a score."""
+        return self.kept + self.dropped - self.unused
+
+    def share(self) -> str:
+        """Say how much was dropped, of what there was a score to judge by."""
+        every, judged = self.kept + self.dropped, f"of the {self.scored:,} {self.unit} with a score"
+        dropped = self.dropped - (self.unused if self.unused_dropped else 0)
+        share = dropped / self.scored if self.scored else 0.0
+        return f"{self.kept:,} of {every:,} {self.unit} are kept, {self.dropped:,} dropped; {judged}, {share:.1%} are dropped"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         rows = [{"group": g, "samples": n, "dropped": d} for g, (n, d) in self.groups.items()]
-        return {**vars(self), "groups": rows}
+        return {**vars(self), "scored": self.scored, "groups": rows}
 
 
 def curate(
@@ -75,8 +109,13 @@ def curate(
     by: str | None = None,
     fmt: str = "jsonl",
     force: bool = False,
+    documents: Documents | None = None,
+    marks: str | Path | None = None,
 ) -> Curation:
     """Write ``kept`` and ``dropped`` samples and a card into a folder: all registered samples, each once, in order.
+
+    With ``documents`` these are judged, each by the sum over its pieces, and written whole; ``chunks.parquet`` tells which pieces
+    the same rule would keep by themselves. `inrun train` reads the kept ones of such a folder, and nothing else of it.
 
     Args:
         source: A reader, or the path of a run.
@@ -93,42 +132,119 @@ def curate(
         by: The column of which the card tells shares (default: ``domain`` if there is one).
         fmt: "jsonl" or "parquet".
         force: Replace the files of an earlier curation in ``out``.
+        documents: The documents that samples are pieces of; None writes samples as they were registered.
+        marks: A file of marks, as the explorer exports it: what is marked "drop" is dropped, and what is marked "keep" kept,
+            whatever the rule says. Without a rule the marks alone decide.
     """
     _check(combine, fmt, z, sum([keep is not None, top_fraction is not None, bool(quota)]))
+    if documents is not None and fmt != "jsonl":
+        raise ConfigurationError(f"documents are written as jsonl, not as {fmt}: their files may have any columns")
     reader = reader_of(source)
-    with reader.tables() as tables:
-        if not tables.columns:
-            raise LedgerError(
-                f"{str(tables.run.path)!r} has no sample metadata, so there is nothing to write; see ledger.register_samples"
-            )
-        tables.check_rows()
-        chosen = list(tables.choose(validation))
-        ids, copies = _registered(tables)
-        kinds = column_values(tables, by or "domain") if by or "domain" in tables.columns else None
-        rule = make_rule(tables, keep, top_fraction, quota, z)
-        tables.choose(rule.names)
-        _check_out(Path(out), tables.run.path, force)
-        files = reader.files("samples")
-    sets = _judge(reader, ids, tuple(dict.fromkeys([*chosen, *rule.names])), view)
+    _check_out(Path(out), reader.path, force)
+    marked = None if marks is None else Marked.read(Path(marks), reader.about.get("run_id"))
+
+    def judge(together: Documents | None) -> Judgement:
+        with reader.tables() as tables:
+            if together is not None:
+                tables.take_together(together.units, together.described)
+            units = None if together is None else together.units
+            return _judge(tables, keep, top_fraction, quota, validation, combine, view, z, drop_unused, by, marked, units)
+
+    found, verdict = info(reader), judge(documents)
+    result = Curation(
+        out=str(out),
+        rule=verdict.words,
+        kept=int(verdict.kept.sum()),
+        dropped=int((~verdict.kept).sum()),
+        unused=int((~verdict.used).sum()),
+        without_metadata=found.used_without_metadata,
+        unused_dropped=drop_unused,
+        by=verdict.by,
+        groups=_count(verdict.kinds, verdict.kept, verdict.used) if verdict.kinds is not None else {},
+        unit="samples" if documents is None else "documents",
+    )
+    card = _card(result, found, fmt).encode()
+    if documents is None:
+        pieces = _pieces(reader.files("samples"), verdict.copies)
+        added = _score_columns(verdict.chosen, verdict.sets, verdict.judged)
+        rows = (_with_scores(piece, {k: v[here] for k, v in added.items()}) for piece, here in _placed(pieces))
+        result.files = _write(Path(out), fmt, rows, verdict.kept, card, None)
+    else:
+        chunks = _chunk_table(judge(None), documents)
+        result.files = _write(Path(out), fmt, _document_pieces(documents, verdict), verdict.kept, card, chunks)
+    return result
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is kept, and why: arrays have one entry per sample (or document), in order."""
+
+    ids: npt.NDArray[np.int64]
+    #: Rows of the samples' table that are copies of earlier ones; None: none is.
+    copies: Mask | None
+    kept: Mask
+    #: Scores by validation set, and those that were judged (of several sets perhaps their mean).
+    sets: dict[str, Judged]
+    judged: dict[str, Judged]
+    chosen: list[str]
+    words: str
+    by: str | None
+    kinds: npt.NDArray[Any] | None
+
+    @property
+    def used(self) -> Mask:
+        """Which have a score."""
+        return _any([s.used for s in self.sets.values()])
+
+
+def _judge(
+    tables: Tables,
+    keep: str | None,
+    top_fraction: float | None,
+    quota: Sequence[str],
+    validation: Names,
+    combine: str,
+    view: str,
+    z: float,
+    drop_unused: bool,
+    by: str | None,
+    marked: Marked | None,
+    units: pa.Table | None,
+) -> Judgement:
+    if not tables.columns:
+        raise LedgerError(
+            f"{str(tables.run.path)!r} has no sample metadata, so there is nothing to write; see ledger.register_samples"
+        )
+    tables.check_rows()
+    chosen = list(tables.choose(validation))
+    ids, copies = _registered(tables)
+    kinds = column_values(tables, by or "domain") if by or "domain" in tables.columns else None
+    rule = make_rule(tables, keep, top_fraction, quota, z)
+    if marked is not None and keep is None and top_fraction is None and not quota:
+        rule = CurationRule("nothing is dropped for its score", keep_all)
+    tables.choose(rule.names)
+    # One question: all sets as they are at one moment.
+    names = list(dict.fromkeys([*chosen, *rule.names]))
+    table = score_table(tables, names, view)
+    sets = {name: _align(table.filter(pc.equal(table["validation"], name)), ids) for name in names}
     judged = {name: sets[name] for name in chosen}
     if combine == "mean" and len(chosen) > 1:
         judged = {"mean": _mean([sets[name] for name in chosen])}
-    kept = _verdict(rule, judged, sets, combine, drop_unused)
-    found = info(reader)
-    result = Curation(
-        out=str(out),
-        rule=_in_words(rule, chosen, combine, view),
-        kept=int(kept.sum()),
-        dropped=int((~kept).sum()),
-        unused=int((~_any([s.used for s in sets.values()])).sum()),
-        without_metadata=found.used_without_metadata,
+    kept, words = _verdict(rule, judged, sets, combine, drop_unused), _in_words(rule, chosen, combine, view)
+    if marked is not None:
+        kept, more = marked.apply(kept, ids, units)
+        words = f"{words}; {more}"
+    return Judgement(
+        ids=ids,
+        copies=copies,
+        kept=kept,
+        sets=sets,
+        judged=judged,
+        chosen=chosen,
+        words=words,
         by=(by or "domain") if kinds is not None else None,
-        groups=_count(kinds, kept) if kinds is not None else {},
+        kinds=kinds,
     )
-    added = _score_columns(chosen, sets, judged)
-    card = _card(result, found, fmt, drop_unused).encode()
-    result.files = _write(Path(out), fmt, _pieces(files, copies), kept, added, card)
-    return result
 
 
 def _check(combine: str, fmt: str, z: float, rules: int) -> None:
@@ -151,11 +267,6 @@ def _registered(tables: Tables) -> tuple[npt.NDArray[np.int64], Mask | None]:
     first = np.zeros(len(ids), bool)
     first[np.unique(ids, return_index=True)[1]] = True
     return (ids, None) if first.all() else (ids[first], ~first)
-
-
-def _judge(source: Source, ids: npt.NDArray[np.int64], names: Sequence[str], view: str) -> dict[str, Judged]:
-    table = scores(source, names, view)  # one question: all sets as they are at one moment
-    return {name: _align(table.filter(pc.equal(table["validation"], name)), ids) for name in names}
 
 
 def _align(table: pa.Table, ids: npt.NDArray[np.int64]) -> Judged:
@@ -209,9 +320,10 @@ def _in_words(rule: CurationRule, chosen: list[str], combine: str, view: str) ->
     return f"{words}; {COMBINE[combine]}" if len(chosen) > 1 else words
 
 
-def _count(kinds: npt.NDArray[Any], kept: Mask) -> dict[str | None, tuple[int, int]]:
+def _count(kinds: npt.NDArray[Any], kept: Mask, used: Mask) -> dict[str | None, tuple[int, int]]:
+    """Count by kind what has a score, and what of that is dropped."""
     found: dict[str | None, list[int]] = {}
-    for kind, keep in zip(kinds.tolist(), kept.tolist(), strict=True):
+    for kind, keep in zip(kinds[used].tolist(), kept[used].tolist(), strict=True):
         entry = found.setdefault(kind, [0, 0])
         entry[0] += 1
         entry[1] += not keep
@@ -258,32 +370,73 @@ def _pieces(files: list[str], copies: Mask | None) -> Iterator[pa.Table]:
                 yield table.select(schema.names)
 
 
-def _write(out: Path, fmt: str, pieces: Iterator[pa.Table], kept: Mask, added: dict[str, Values], card: bytes) -> list[str]:
+def _placed(pieces: Iterable[pa.Table]) -> Iterator[tuple[pa.Table, slice]]:
+    """Give pieces with the places of their rows."""
+    at = 0
+    for piece in pieces:
+        yield piece, slice(at, at + piece.num_rows)
+        at += piece.num_rows
+
+
+def _document_pieces(documents: Documents, verdict: Judgement) -> Iterator[list[dict[str, Any]]]:
+    """Read documents again, some at a time, each with its scores in a field ``inrun`` of its own: files may have any other."""
+    added = _score_columns(verdict.chosen, verdict.sets, verdict.judged)
+    for place, row in enumerate(documents.rows()):
+        if place >= len(verdict.kept):
+            raise LedgerError("the files of the documents have changed since the run was trained; curate from the original files")
+        scores = {name: int(x[place]) if name.startswith("times_used") else _number(x[place]) for name, x in added.items()}
+        yield [{**row, "inrun": {name: value for name, value in scores.items() if value is not None}}]
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _chunk_table(verdict: Judgement, documents: Documents) -> pa.Table:
+    """Return which pieces the rule keeps by themselves."""
+    units = dict(zip(documents.units["sample_id"].to_pylist(), documents.units["unit"].to_pylist(), strict=True))
+    numbers = [units.get(int(i)) for i in verdict.ids]
+    known = pa.table({"sample_id": verdict.ids, "document": pa.array(numbers, pa.int64()), "kept": verdict.kept})
+    table = _with_scores(known, _score_columns(verdict.chosen, verdict.sets, verdict.judged))
+    return table.replace_schema_metadata(documents.about)
+
+
+def _write(
+    out: Path, fmt: str, pieces: Iterable[pa.Table | list[dict[str, Any]]], kept: Mask, card: bytes, chunks: pa.Table | None
+) -> list[str]:
     """Write the files of a curation; an earlier one goes only when the new one is whole."""
     writers: list[_Writer] = []
     try:
         out.mkdir(parents=True, exist_ok=True)
-        writers = [_Writer(out / f"kept.{fmt}", fmt), _Writer(out / f"dropped.{fmt}", fmt), _Writer(out / "README.md", "text")]
+        names = [f"kept.{fmt}", f"dropped.{fmt}"]
+        writers = [_Writer(out / name, fmt) for name in names] + [_Writer(out / name, "text") for name in ("README.md", MARK)]
         at = 0
         for piece in pieces:
-            here = slice(at, at + piece.num_rows)
-            at += piece.num_rows
-            piece = _with_scores(piece, {name: values[here] for name, values in added.items()})
-            writers[0].write(piece.filter(pa.array(kept[here])))
-            writers[1].write(piece.filter(pa.array(~kept[here])))
+            here = kept[at : at + len(piece)]
+            at += len(piece)
+            for writer, wanted in zip(writers[:2], (here, ~here), strict=True):
+                if isinstance(piece, list):
+                    writer.write_rows([row for row, want in zip(piece, wanted, strict=True) if want])
+                else:
+                    writer.write(piece.filter(pa.array(wanted)))
         if at != len(kept):
-            raise LedgerError("samples were registered while the curation was written; run it again")
+            raise LedgerError("samples were registered, or files changed, while the curation was written; run it again")
         writers[2].stream.write(card)
+        writers[3].stream.write((json.dumps({"written_by": "inrun curate", "kept": names[0], "dropped": names[1]}) + "\n").encode())
+        if chunks is not None:
+            writers.append(_Writer(out / "chunks.parquet", "parquet"))
+            writers[-1].write(chunks)
         for writer in writers:
             writer.finish()
-        for stale in (f"{part}.{other}" for part in ("kept", "dropped") for other in FORMATS if other != fmt):
-            (out / stale).unlink(missing_ok=True)
+        stale = [f"{part}.{other}" for part in ("kept", "dropped") for other in FORMATS if other != fmt]
+        for name in [*stale, *(["chunks.parquet"] if chunks is None else [])]:
+            (out / name).unlink(missing_ok=True)
     except (OSError, pa.ArrowException) as error:
         raise LedgerError(f"{str(out)!r} cannot be written: {error}") from error
     finally:
         for writer in writers:
             writer.abandon()
-    return [writer.path.name for writer in writers]
+    return [writer.path.name for writer in writers if writer.path.name != MARK]
 
 
 def _with_scores(piece: pa.Table, added: dict[str, Values]) -> pa.Table:
@@ -307,12 +460,16 @@ class _Writer(DurableStream):
     def write(self, table: pa.Table) -> None:
         """Add rows."""
         if self.fmt == "jsonl":
-            self.stream.write("".join(_line(row) for row in table.to_pylist()).encode())
+            self.write_rows(table.to_pylist())
             return
         if self.parquet is None:
             self.parquet = pq.ParquetWriter(self.stream, table.schema, compression="zstd", write_page_checksum=True)
         if table.num_rows:
             self.parquet.write_table(table)
+
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows as lines of JSON."""
+        self.stream.write("".join(_line(row) for row in rows).encode())
 
     def finish(self) -> None:
         """Give the file its name."""
@@ -338,6 +495,12 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, datetime.date):
@@ -356,16 +519,14 @@ def _shown(value: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
-def _card(c: Curation, found: Info, fmt: str, drop_unused: bool) -> str:
+def _card(c: Curation, found: Info, fmt: str) -> str:
     about = found.about
-    every = c.kept + c.dropped
     splits = [(name, n) for name, n in (("kept", c.kept), ("dropped", c.dropped)) if n]
     front = "".join(f"  - split: {name}\n    path: {name}.{fmt}\n" for name, _ in splits)
     front = f"---\nconfigs:\n- config_name: default\n  data_files:\n{front}---\n\n"
-    share = c.dropped / every if every else 0.0
     lines = [
         "# A curated training set\n",
-        f"{c.kept:,} of {every:,} samples are kept, {c.dropped:,} ({share:.1%}) dropped.\n",
+        f"{c.share()}.\n",
         f"- Rule: {_shown_words(c.rule)}",
         f"- Scored by inrun (In-Run Data Shapley) with method {_shown(about.get('method', '?'))}, update "
         f"{_shown(about.get('update', '?'))}, model {_shown(about.get('model', 'not named'))}; "
@@ -374,16 +535,25 @@ def _card(c: Curation, found: Info, fmt: str, drop_unused: bool) -> str:
         f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",
         f"- Steps covered: {found.first_step} to {found.last_step} ({found.steps:,} steps, {found.rows:,} contributions, "
         f"{sum(found.skipped.values()):,} steps not scored)",
-        f"- {c.unused:,} samples were never used in training and have no score: they are {'dropped' if drop_unused else 'kept'}",
+        f"- {c.unused:,} {c.unit} were never used in training and have no score: they are "
+        f"{'dropped' if c.unused_dropped else 'kept'}",
     ]
     if c.without_metadata:
         lines.append(f"- {c.without_metadata:,} samples were used and have no metadata: they are in neither file")
     lines.append(
         "\nA score is what the sample did to the validation loss in this one run; a negative score without a standard error"
     )
-    lines.append("may be noise. Kept and dropped files hold all registered samples, each once, in the order of registration.")
+    if c.unit == "documents":
+        lines.append("may be noise. A document's score is the sum over its pieces. Kept and dropped files hold all documents of")
+        lines.append("the original files, each once, whole and in order, those of validation sets among the kept.")
+    else:
+        lines.append("may be noise. Kept and dropped files hold all registered samples, each once, in the order of registration.")
     if c.groups:
-        lines += [f"\n## Dropped by {_shown(c.by)}\n", "| value | samples | dropped | share |", "|---|---:|---:|---:|"]
+        lines += [
+            f"\n## Dropped by {_shown(c.by)}\n",
+            f"| value | {c.unit} with a score | dropped | share |",
+            "|---|---:|---:|---:|",
+        ]
         lines += [f"| {_shown(g)} | {n:,} | {d:,} | {d / n:.1%} |" for g, (n, d) in list(c.groups.items())[:200]]
         if len(c.groups) > 200:
             lines.append(f"\nand {len(c.groups) - 200:,} more values")

@@ -74,6 +74,12 @@ def make_rule(tables: Tables, keep: str | None, top_fraction: float | None, quot
     if quota:
         return _quota_rule(tables, quota)
 
+    return significance_rule(z)
+
+
+def significance_rule(z: float) -> CurationRule:
+    """Return the rule that drops what is clear of its error below zero."""
+
     def clear(j: Judged, _: dict[str, Judged]) -> Mask:
         # A score that is smaller than the error it was estimated with has no sign to judge by, with folds or without.
         margin = np.maximum(z * np.nan_to_num(j.standard_error), np.nan_to_num(j.estimate_error))

@@ -20,20 +20,17 @@ import pyarrow as pa
 from inrun.errors import ConfigurationError
 from inrun.ledger import LedgerReader, Skip, credit_of
 from inrun.ledger import scores as sums
+from inrun.ledger.answers import CLEAR as CLEAR  # known by this place
+from inrun.ledger.answers import META, check_count, end_table, group_columns, group_table, measures
 from inrun.ledger.manifest import FOLDER, TABLES
 from inrun.ledger.reader import reader_of
-from inrun.ledger.schema import SCORES
 from inrun.ledger.scores import VIEWS, Ask, Names, add_up, check_view
-from inrun.ledger.tables import Tables, quoted
+from inrun.ledger.tables import Tables
 from inrun.statistics import spearman
 
 __all__ = ["VIEWS", "Agreement", "Info", "agreement", "extremes", "groups", "info", "left_out", "score_batches", "scores"]
 
 Source = LedgerReader | str | Path
-#: A score this many standard errors below zero is clear of its error.
-CLEAR = 2.0
-#: First of equal ids: parts that two ranks registered at once say the same thing twice.
-_META = "SELECT sample_id, first({column}) AS kind FROM samples GROUP BY sample_id"
 
 
 def scores(source: Source, validation: Names = None, view: str = "plain") -> pa.Table:
@@ -87,46 +84,11 @@ def groups(
     if cumulative and stages is None:
         raise ConfigurationError("cumulative needs stages: without them a total is of the whole run already")
     with reader_of(source).tables() as tables:
+        if stages is None:
+            return group_table(tables, by, validation, view)
         column = tables.column(by)
         tables.check_rows()
-        sets = tables.choose(validation)
-        if stages is None:
-            add_up(tables, sets, Ask(view))
-            return tables.table(_group_sql(column))
-        return _over_stages(tables, sets, column, stages, cumulative, view)
-
-
-def _measures() -> str:
-    """SQL that adds up sample rows by group, set and bucket."""
-    clear = f"score + {CLEAR} * standard_error < 0"
-    return f"""
-        SELECT kind, validation, bucket, sum(score) AS total, sum(pushes) AS pushes, count(*) AS samples, sum(times_used) AS uses,
-               count(*) FILTER (score < 0) AS negative, count(standard_error) AS judged, count(*) FILTER ({clear}) AS clear
-        FROM scored LEFT JOIN meta USING (sample_id) GROUP BY 1, 2, 3"""
-
-
-def _columns(*more: str) -> str:
-    """The columns of the answer."""
-    return ", ".join(
-        [
-            'kind AS "group"',
-            "validation",
-            *more,
-            "coalesce(total, 0.0) AS total",
-            "total / nullif(samples, 0) AS mean_per_sample",
-            "pushes / nullif(uses, 0) AS mean_per_use",
-            "coalesce(samples, 0)::BIGINT AS samples",
-            "coalesce(uses, 0)::BIGINT AS uses",
-            "negative / nullif(samples, 0) AS negative_share",
-            "clear / nullif(judged, 0) AS clear_share",
-        ]
-    )
-
-
-def _group_sql(column: str) -> str:
-    return f"""
-        WITH meta AS ({_META.format(column=column)}), added AS ({_measures()})
-        SELECT {_columns()} FROM added ORDER BY validation, total DESC, kind NULLS LAST"""
+        return _over_stages(tables, tables.choose(validation), column, stages, cumulative, view)
 
 
 def _over_stages(tables: Tables, sets: dict[str, list[str]], column: str, stages: int, cumulative: bool, view: str) -> pa.Table:
@@ -138,16 +100,16 @@ def _over_stages(tables: Tables, sets: dict[str, list[str]], column: str, stages
     edges = [first + -(-b * span // stages) for b in range(stages + 1)]
     ranges = pa.table({"bucket": range(stages), "first_step": edges[:-1], "last_step": [e - 1 for e in edges[1:]]})
     tables.connection.from_arrow(ranges).create_view("ranges")
-    added = _running() if cumulative else _measures()
+    added = _running() if cumulative else measures()
     grid = "SELECT * FROM (SELECT DISTINCT kind, validation FROM added), ranges"
     start = "(SELECT min(first_step) FROM ranges)" if cumulative else "first_step"
     sql = f"""
-        WITH meta AS ({_META.format(column=column)}), added AS MATERIALIZED ({added}), grid AS ({grid}),
+        WITH meta AS ({META.format(column=column)}), added AS MATERIALIZED ({added}), grid AS ({grid}),
              whole AS (SELECT grid.*, added.* EXCLUDE (kind, validation, bucket) FROM grid LEFT JOIN added
                        ON grid.kind IS NOT DISTINCT FROM added.kind AND grid.validation = added.validation
                           AND grid.bucket = added.bucket),
              filled AS ({_carried() if cumulative else "SELECT * FROM whole"})
-        SELECT {_columns("bucket AS stage", f"{start} AS first_step", "last_step")}
+        SELECT {group_columns("bucket AS stage", f"{start} AS first_step", "last_step")}
         FROM filled ORDER BY validation, kind NULLS LAST, bucket"""
     return tables.table(sql)
 
@@ -183,24 +145,9 @@ def extremes(source: Source, n: int, validation: Names = None, largest: bool = T
     Ties go to the smaller sample id. Rows are ordered by validation set, then from the extreme inwards.
     """
     check_view(view)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigurationError(f"n is {n!r}; it must be an integer of at least 1")
+    check_count("n", n)
     with reader_of(source).tables() as tables:
-        tables.check_rows()
-        add_up(tables, tables.choose(validation), Ask(view))
-        order = "score DESC" if largest else "score"
-        # Columns that were registered before answers had one of that name are left out.
-        shown = [c for c in tables.columns if c.lower() not in SCORES.names]
-        more = "".join(f", first({quoted(c)}) AS {quoted(c)}" for c in shown)
-        names = "".join(f", meta.{quoted(c)}" for c in shown)
-        found = f"""
-            WITH placed AS (SELECT *, row_number() OVER (PARTITION BY validation ORDER BY {order}, sample_id) AS place
-                            FROM scored),
-                 best AS MATERIALIZED (SELECT * FROM placed WHERE place <= {n}),
-                 meta AS (SELECT sample_id{more} FROM samples WHERE sample_id IN (SELECT sample_id FROM best) GROUP BY sample_id)
-            SELECT {", ".join(f"best.{c}" for c in SCORES.names)}{names}
-            FROM best LEFT JOIN meta ON best.sample_id = meta.sample_id ORDER BY best.validation, best.place"""
-        return tables.table(found)
+        return end_table(tables, validation, view, n if largest else None, None if largest else n)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,12 @@ class Summary:
             pages.append(f"and {len(self.sets) - MOST_PAGES} more validation sets; as_dict() and inrun audit --json have all")
         return "\n\n".join(pages) or "no steps yet"
 
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook."""
+        from inrun.analysis.summary_html import summary_html
+
+        return summary_html(self)
+
 
 def summarise(
     accounts: pa.Table,
@@ -128,20 +134,27 @@ def summarise(
         uses: What every use of a sample was worth (step, sample_id, validation, contribution), to find samples that hold an
             outsized part; or those found already, by validation set. None: nobody looks.
     """
+    samples = samples_in_table(uses) if isinstance(uses, pa.Table) else uses
+    found = Summary(method, update, [], credit)
+    for name, rows in _rows_by_set(accounts).items():
+        steps = _columns(rows)
+        error = _fold_error([rows[step] for step in steps.step[steps.audited].tolist()])
+        found.sets.append(summarise_set(name, steps, method, update, credit, None if samples is None else samples.get(name), error))
+    return found
+
+
+def steps_by_set(accounts: pa.Table) -> dict[str, Steps]:
+    """Return the steps of every validation set, sets as they were first written; the folds of a set are averaged, step by step."""
+    return {name: _columns(rows) for name, rows in _rows_by_set(accounts).items()}
+
+
+def _rows_by_set(accounts: pa.Table) -> dict[str, dict[int, list[dict[str, Any]]]]:
     by_label: dict[str, list[dict[str, Any]]] = {}
     for row in accounts.to_pylist():
         by_label.setdefault(row["validation"], []).append(row)
     sets = sets_of_accounts({label: any(r["skipped"] is None for r in rows) for label, rows in by_label.items()})
     order = {label: place for place, label in enumerate(by_label)}  # sets as they were first written
-    names = sorted(sets, key=lambda name: order[sets[name][0]])
-    samples = samples_in_table(uses) if isinstance(uses, pa.Table) else uses
-    found = Summary(method, update, [], credit)
-    for name in names:
-        rows = _by_step(by_label, sets[name])
-        steps = _columns(rows)
-        error = _fold_error([rows[step] for step in steps.step[steps.audited].tolist()])
-        found.sets.append(summarise_set(name, steps, method, update, credit, None if samples is None else samples.get(name), error))
-    return found
+    return {name: _by_step(by_label, sets[name]) for name in sorted(sets, key=lambda name: order[sets[name][0]])}
 
 
 def summarise_run(source: LedgerReader | str | Path) -> Summary:

@@ -13,9 +13,7 @@ MOST_NAMED = 5
 def page(s: SetSummary, summary: Summary) -> str:
     """Return the accounts, what they are worth, what stands out, and what to do."""
     whole = summary.credit == "whole"
-    game = "whole credit, " if whole else ""
-    head = f"{s.validation}: {game}{summary.method}+{summary.update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored"
-    lines = [head, *_accounts(s, whole)]
+    lines = [heading(s, summary), *_accounts(s, whole)]
     if s.relative_residual is not None:
         lines.append(f"  |residual| / Σ|c_n| = {s.relative_residual:.3g}")
     if s.worst:
@@ -27,30 +25,39 @@ def page(s: SetSummary, summary: Summary) -> str:
     return "\n".join(lines)
 
 
+def heading(s: SetSummary, summary: Summary) -> str:
+    """Return what was scored, how, and over how many steps."""
+    game = "whole credit, " if summary.credit == "whole" else ""
+    return f"{s.validation}: {game}{summary.method}+{summary.update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored"
+
+
 def _accounts(s: SetSummary, whole: bool) -> list[str]:
     def line(label: str, value: float | None, note: str) -> str:
         shown = "not measured" if value is None else f"{value:+.6f}"
         share = "" if value is None or not s.fall else f"{100 * value / s.fall:7.1f} %"
         return f"  {label:<10}{shown:>14}  {share:>9}  {note}"
 
+    return [line(*account) for account in accounts_of(s, whole)]
+
+
+def accounts_of(s: SetSummary, whole: bool) -> list[tuple[str, float | None, str]]:
+    """Return the accounts of a set: each with its name, its value (None: not measured) and what it is."""
     folds = "" if s.data_error is None else f", ± {s.data_error:.2g} over the folds"
     paid = (
         "parts paid to samples at these steps, for all their pushes so far"
         if whole
         else "contributions of the samples of these steps"
     )
-    lines = [line("fall", s.fall, "of the validation loss over the audited steps"), line("data", s.data, f"{paid}{folds}")]
+    found = [("fall", s.fall, "of the validation loss over the audited steps"), ("data", s.data, f"{paid}{folds}")]
     if whole:
-        lines.append(line("decay", s.decay, "weight decay"))
-        lines.append(line("inherited", s.inherited, "momentum from before scoring began"))
+        rest = [("decay", s.decay, "weight decay"), ("inherited", s.inherited, "momentum from before scoring began")]
     elif s.momentum is not None and s.decay is not None:
-        lines.append(line("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work"))
-        lines.append(line("decay", s.decay, "weight decay"))
+        rest = [("momentum", s.momentum, "the optimizer's memory: earlier samples' gradients, still at work")]
+        rest.append(("decay", s.decay, "weight decay"))
     else:
-        lines.append(line("optimizer", s.optimizer, "momentum and decay: what a step does without its gradient"))
+        rest = [("optimizer", s.optimizer, "momentum and decay: what a step does without its gradient")]
     error = "the quadrature's error on the whole move" if whole else "the method's own error on the data's part of the move"
-    lines.append(line("residual", s.residual, error))
-    return lines
+    return [*found, *rest, ("residual", s.residual, error)]
 
 
 def sums(s: SetSummary, whole: bool) -> list[str]:

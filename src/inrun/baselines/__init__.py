@@ -12,6 +12,18 @@ from inrun.baselines.registry import BASELINES, Baseline, register, run
 # isort: off
 from inrun.baselines import random  # noqa: F401
 from inrun.baselines import gradient_cosine  # noqa: F401
+from inrun.baselines import data_shapley  # noqa: F401
+from inrun.baselines import empirical_influence  # noqa: F401
+from inrun.baselines import datamodels  # noqa: F401
+from inrun.baselines import leave_one_out  # noqa: F401
+from inrun.baselines import knn_shapley  # noqa: F401
+from inrun.baselines import bm25  # noqa: F401
+from inrun.baselines import tracin_cp  # noqa: F401
+from inrun.baselines import influence_function  # noqa: F401
+from inrun.baselines import trak  # noqa: F401
+from inrun.baselines import less  # noqa: F401
+from inrun.baselines import loss_at_end  # noqa: F401
+from inrun.baselines import mean_loss  # noqa: F401
 # isort: on
 
 __all__ = ["BASELINES", "Baseline", "register", "run"]

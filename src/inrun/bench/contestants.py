@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -29,7 +30,7 @@ class Entry:
     against: str = "plain"
 
 
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of weights and optimizer state; all else, directions too, is made anew in every step."""
     tensors: list[Tensor] = [*model.parameters()]
     tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
@@ -60,7 +61,7 @@ def plain(
             loss.backward()
             _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer)
+        return step, lambda: held_bytes(model, optimizer)
 
     return make
 
@@ -90,7 +91,7 @@ def scored(
                 loss.backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
+        return step, lambda: held_bytes(model, optimizer) + scratch_bytes() + accountant.held_bytes()
 
     return make
 
@@ -107,19 +108,22 @@ def merged(update: str, form: str = "auto") -> Callable[[Shape], tuple[Callable[
         def step(number: int) -> None:
             rows, n = torch.cat([shape.rows(shape.batch, number), validation]), shape.batch
             with accountant.step(range(number * n, (number + 1) * n), merged=shape.validation_rows) as step:
-                out = model(rows[:, :-1])
-                # Split, not sliced: the backward of a slice fills all other rows with zeros.
-                ours, theirs = getattr(out, "logits", out).split([n, shape.validation_rows])
-                step.merge(_loss_of(ours, rows[:n]), _loss_of(theirs, rows[n:])).backward()
+                # One loss per position, then two means: logits that are taken apart are put together again in the backward. And
+                # no name for them, which would hold them until then.
+                losses = _losses_of(model(rows[:, :-1]), rows)
+                step.merge(losses[:n].mean(), losses[n:].mean()).backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: _held(model, optimizer) + scratch_bytes() + accountant.held_bytes()
+        return step, lambda: held_bytes(model, optimizer) + scratch_bytes() + accountant.held_bytes()
 
     return make
 
 
-def _loss_of(logits: Tensor, rows: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+def _losses_of(out: Any, rows: Tensor) -> Tensor:
+    """Return the losses of all positions, ``[n, t]``."""
+    logits = getattr(out, "logits", out)
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    return each.view(len(rows), -1)
 
 
 def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
@@ -141,7 +145,7 @@ def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int
         torch.stack(scores)
         _update(shape, model, optimizer)
 
-    return step, lambda: _held(model, optimizer)
+    return step, lambda: held_bytes(model, optimizer)
 
 
 def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
@@ -170,7 +174,7 @@ def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
             p.grad = g.mean(0)
         _update(shape, model, optimizer)
 
-    return step, lambda: _held(model, optimizer)
+    return step, lambda: held_bytes(model, optimizer)
 
 
 class _Functional:

@@ -19,6 +19,9 @@ import torch
 from inrun.bench.contestants import Entry
 from inrun.bench.shape import Shape
 
+#: A contestant, its step, and a function that tells the bytes held between steps.
+Made = tuple[Entry, Callable[[int], None], Callable[[], int]]
+
 
 @dataclass
 class Result:
@@ -94,14 +97,32 @@ def measure(
     """
     shape.check()
     keep_freed_memory()
-    made = [(entry, *entry.make(shape)) for entry in contestants]
+    return measure_made([(entry, *entry.make(shape)) for entry in contestants], shape.device, rounds, slow_rounds, tell)
+
+
+def measure_made(
+    made: list[Made],
+    device: str,
+    rounds: int,
+    slow_rounds: int,
+    tell: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> list[Result]:
+    """Measure contestants that are made already, whatever they train; see :func:`measure`.
+
+    Args:
+        made: Each with its step and the bytes it holds between steps; plain training first, then the limit.
+        device: Where they run.
+        rounds: Rounds for fast contestants.
+        slow_rounds: Rounds in which the slow ones take part.
+        tell: Called with the contestant's name and progress.
+    """
     total = len(made) * (rounds + 1)
     done = 0
     for entry, step, _ in made:
         tell(f"warming up {entry.name}", done, total)
         for number in range(2):
             step(number)
-    wall = {entry.name: float("inf") for entry in contestants}
+    wall = {entry.name: float("inf") for entry, _, _ in made}
     cpu = dict(wall)
     for number in range(rounds):
         turn = number % len(made)
@@ -110,11 +131,11 @@ def measure(
             done += 1
             if entry.slow and number >= slow_rounds:
                 continue
-            _synchronise(shape.device)
+            _synchronise(device)
             gc.disable()
             began, began_cpu = time.perf_counter(), time.process_time()
             step(2 + number)
-            _synchronise(shape.device)
+            _synchronise(device)
             ended, ended_cpu = time.perf_counter(), time.process_time()
             gc.enable()
             wall[entry.name] = min(wall[entry.name], ended - began)
@@ -124,7 +145,7 @@ def measure(
         tell(f"memory of {entry.name}", done, total)
         done += 1
         base = held()
-        peak = base + _peak_of_step(lambda step=step: step(2 + rounds), shape.device)  # type: ignore[misc]
+        peak = base + _peak_of_step(lambda step=step: step(2 + rounds), device)  # type: ignore[misc]
         results.append(Result(entry.name, wall[entry.name], cpu[entry.name], peak, against=entry.against))
     named, limit = {r.name: r for r in results}, results[1]
     for r in results:

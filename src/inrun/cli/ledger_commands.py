@@ -217,9 +217,12 @@ Rules (one of them):
                                   score.NAME
   --top-fraction 0.8              the best 80 % of the scored samples
   --quota domain=0.9              the best 90 % of every domain; --quota domain:web=0.5 of one
+  --marks marks.jsonl             what was marked in `inrun serve`; alone, or above one of the other rules
 \b
 Examples:
-  inrun curate runs/mine --out curated
+  inrun curate runs/mine --out curated                    whole documents; prints the command that trains on the kept ones
+  inrun train runs/mine/config.yaml data.paths=[curated] run=runs/curated
+  inrun train runs/mine/config.yaml data.pieces=curated/chunks.parquet run=runs/pieces      leaves out parts of documents
   inrun curate runs/mine --out curated -v math -v code --combine all --view rank
   python -c "import datasets; print(datasets.load_dataset('curated'))"
 """
@@ -229,6 +232,9 @@ Examples:
 @click.option("--keep", metavar="RULE", help="Keep what fulfils a rule.")
 @click.option("--top-fraction", type=click.FloatRange(0, 1), metavar="F", help="Keep the best share of the scored samples.")
 @click.option("--quota", multiple=True, metavar="COLUMN=F", help="Keep the best share of every value of a column (repeatable).")
+@click.option(
+    "--marks", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Drop what is marked as drop (inrun serve)."
+)
 @SETS
 @click.option(
     "--combine",
@@ -243,17 +249,54 @@ Examples:
 @click.option("--by", metavar="COLUMN", help="Tell shares by this column (default: domain, if there is one).")
 @click.option("--format", "fmt", default="jsonl", show_default=True, type=click.Choice(["jsonl", "parquet"]))
 @click.option("--force", is_flag=True, help="Replace an earlier curation in the folder.")
+@click.option(
+    "--unit",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "documents", "samples"]),
+    help="Judge and write whole documents (runs of `inrun train`), or samples as they were registered.",
+)
 @JSON
-def curate(run: str, out: str, validation: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Write the samples of RUN to keep and those to drop, with their scores and a card that says how they were chosen."""
+def curate(run: str, out: str, validation: tuple[str, ...], unit: str, as_json: bool, **options: Any) -> None:
+    """Write what to keep of RUN and what to drop, with scores and a card that says how it was chosen.
+
+    Of a run of `inrun train` these are whole documents with all their columns, judged by the sum over their pieces: the folder is
+    data for `inrun train`, which reads the kept ones alone. Of other runs they are the samples as they were registered.
+    """
     from inrun.analysis.curate import curate as split
     from inrun.cli import ledger_tables as show
 
-    done = split(run, out, validation=list(validation) or None, **options)
+    documents = _documents(run, unit, options["fmt"])
+    done = split(run, out, validation=list(validation) or None, documents=documents, **options)
+    words = (f"{run}/config.yaml", f"data.paths=[{out}]", f"run={run.rstrip('/')}-curated")
+    command = None if documents is None else " ".join(["inrun train", *map(_quoted, words)])
     if as_json:
-        click.echo(show.to_json(done.as_dict()))
-    else:
-        show.print_curation(done)
+        click.echo(show.to_json({**done.as_dict(), "command": command}))
+        return
+    show.print_curation(done)
+    if command is not None:
+        click.echo(f"train on the kept ones:\n  {command}")
+
+
+def _documents(run: str, unit: str, fmt: str) -> Any:
+    """Return the documents of a run of `inrun train`, if they are wanted."""
+    from pathlib import Path
+
+    if unit == "samples" or (unit == "auto" and fmt != "jsonl"):
+        return None
+    from inrun.training.curated import RunDocuments, was_trained_here
+
+    if was_trained_here(Path(run)):
+        return RunDocuments(Path(run))
+    if unit == "documents":
+        raise ConfigurationError(f"{run} is not a run of `inrun train`, so its documents are not known; leave out --unit documents")
+    return None
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)
 
 
 @click.command(

@@ -225,15 +225,14 @@ def print_shares(s: Shares, currency: str) -> None:
 
 def print_curation(c: Curation) -> None:
     """Print what was written."""
-    every = c.kept + c.dropped
-    say(f"{c.kept:,} of {every:,} samples kept, {c.dropped:,} dropped ({c.dropped / every if every else 0:.1%})")
+    say(c.share())
     say(f"rule: {c.rule}")
     if c.unused:
-        say(f"{c.unused:,} samples were never used and have no score (kept unless --drop-unused)")
+        say(f"{c.unused:,} {c.unit} were never used and have no score (kept unless --drop-unused)")
     if c.without_metadata:
         say(f"{c.without_metadata:,} samples were used and have no metadata; they are in neither file")
     if c.groups and c.by is not None:
-        table = _table("", [(c.by, False), ("samples", True), ("dropped", True), ("share", True)])
+        table = _table("", [(c.by, False), (f"scored {c.unit}", True), ("dropped", True), ("share", True)])
         for group, (n, d) in list(c.groups.items())[:MOST_GROUPS]:
             table.add_row(_text(group), f"{n:,}", f"{d:,}", f"{d / n:.1%}")
         _console().print(table)

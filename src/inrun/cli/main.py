@@ -6,6 +6,7 @@ Modules are imported when one of their commands is asked for, and import what is
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 
@@ -14,24 +15,37 @@ import click
 from inrun import __version__
 from inrun.errors import ConfigurationError, InrunError
 
-#: Every command, with the module that has it.
-COMMANDS = {
-    "train": "train_commands",
-    "demo": "train_commands",
-    "replay": "replay_command",
-    "scores": "ledger_commands",
-    "groups": "ledger_commands",
-    "info": "ledger_commands",
-    "audit": "ledger_commands",
-    "curate": "ledger_commands",
-    "shares": "ledger_commands",
-    "verify": "trust_commands",
-    "repair": "trust_commands",
-    "merge": "trust_commands",
-    "report": "report_command",
-    "bench": "bench_command",
-    "fidelity": "fidelity_command",
+#: Every command with the module that has it, in the groups of the help.
+GROUPS = {
+    "Train and score": {
+        "demo": "train_commands",
+        "train": "train_commands",
+        "replay": "replay_command",
+    },
+    "Look and ask": {
+        "report": "report_command",
+        "serve": "serve_command",
+        "scores": "ledger_commands",
+        "groups": "ledger_commands",
+        "info": "ledger_commands",
+        "audit": "ledger_commands",
+    },
+    "Act": {
+        "curate": "ledger_commands",
+        "shares": "ledger_commands",
+    },
+    "Look after the books": {
+        "verify": "trust_commands",
+        "repair": "trust_commands",
+        "merge": "trust_commands",
+    },
+    "Measure": {
+        "bench": "bench_command",
+        "fidelity": "fidelity_command",
+        "reproduce": "reproduce_command",
+    },
 }
+COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
 
 
 class Commands(click.Group):
@@ -48,11 +62,26 @@ class Commands(click.Group):
         found: click.Command = getattr(import_module(f"inrun.cli.{COMMANDS[name]}"), name.replace("-", "_"))
         return found
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the groups, each command with the whole first sentence of its help."""
+        for title, names in GROUPS.items():
+            rows = [(name, _first_sentence(self.get_command(context, name))) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=12)
+
+
+def _first_sentence(command: click.Command | None) -> str:
+    text = " ".join(((command and command.help) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.?!]) ", text, maxsplit=1)[0]
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="inrun")
 def cli() -> None:
-    """Tell what every training sample was worth to the model you actually trained, while you train it."""
+    """Tell what every training sample was worth to the model you actually trained, while you train it.
+
+    Begin with `inrun demo`: a small model, its scores and a report in about a minute. RUN is the folder of a run.
+    """
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +55,14 @@ def progress(
         yield lambda what, done, total: None
     else:
         yield _lines(patience, line, stays)
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal that standard error is."""
+    try:
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size(sys.stderr.fileno()).columns)
+    except (OSError, ValueError):
+        return shutil.get_terminal_size().columns
 
 
 def _lines(patience: float, line: Callable[[str, int, int], str], ends: bool) -> Tell:

@@ -53,7 +53,7 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     if dry_run:
         click.echo(config.as_yaml(), nl=False)
         return
-    from inrun.cli.train_progress import ending, reading_bar, training_line
+    from inrun.cli.train_progress import ending, next_commands, reading_bar, training_line
     from inrun.training.processes import launched
     from inrun.training.session import train as run_training
 
@@ -86,7 +86,8 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
         if config.scoring.enabled:
             for line in ending(config.run):
                 click.echo(line)
-            click.echo(f"  inrun report {config.run}\n  inrun groups {config.run} --by domain\n  inrun audit {config.run}")
+            for command in next_commands(config.run):
+                click.echo(f"  {command}")
     else:
         click.echo(f"stopped at step {result.status.step}; go on with --resume", err=True)
     if not result.finished:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, ProgressColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
-from inrun.cli.progress import progress
+from inrun.cli.progress import progress, terminal_width
 from inrun.cli.text import printable
 from inrun.training.loop import Status
 
@@ -16,14 +19,22 @@ from inrun.training.loop import Status
 PATIENCE = 2.0
 #: Validation sets, and steps and samples of each, that the last words of a run speak of.
 MOST_SETS, MOST_NAMED = 4, 3
+#: Seconds of a step below which what scoring costs is not told.
+SMALL = 0.02
+
+
+#: Columns that step, bar, time left and the gaps between them take beside the digits of the step.
+FRAME, BAR = 30, 14
 
 
 def describe(status: Status) -> str:
-    """Return what people watch: losses, speed, what scoring costs, how far the books are off."""
-    parts = [f"loss {status.loss:.3f}"]
+    """Return what people watch, the most telling first: losses, speed, what scoring costs, how far the books are off."""
+    parts = [] if math.isnan(status.loss) else [f"loss {status.loss:.3f}"]
     parts += [f"{printable(name, 20)} {loss:.3f}" for name, loss in list(status.validation.items())[:4]]
-    parts.append(f"{status.samples_per_second:.1f} samples/s")
-    if not math.isnan(status.overhead):
+    if not math.isnan(status.samples_per_second):
+        parts.append(f"{status.samples_per_second:.1f} samples/s")
+    # Of a model that takes a millisecond the percentage tells of Python, not of scoring.
+    if not math.isnan(status.overhead) and status.plain_seconds >= SMALL:
         parts.append(f"scoring {status.overhead:+.0%}")
     if not math.isnan(status.residual):
         parts.append(f"residual {status.residual:.1%}")
@@ -43,15 +54,51 @@ def ending(run: str) -> list[str]:
     return lines
 
 
+def next_commands(run: str) -> list[str]:
+    """Return what to ask next of a run: only what will work, with what is installed and what is known of its samples."""
+    from inrun.ledger import Ledger
+
+    with Ledger.open(run).tables() as tables:
+        by = next((name for name in ("domain", "source", "owner") if name in tables.columns), None)
+    drawn = all(find_spec(name) for name in ("plotly", "jinja2"))
+    place = shlex.quote(run)
+    found = [f"inrun report {place}"] if drawn else []
+    found += [f"inrun groups {place} --by {by}"] if by else [f"inrun scores {place}"]
+    return [*found, f"inrun audit {place}"]
+
+
+class StepColumn(ProgressColumn):
+    """``step 12/280``; nothing before the first step is known."""
+
+    def render(self, task: Task) -> Text:
+        """Return the step, as wide as the last one will be."""
+        if task.total is None:
+            return Text("starting")
+        total = str(int(task.total))
+        return Text(f"step {int(task.completed):>{len(total)}}/{total}")
+
+
+class FieldsColumn(ProgressColumn):
+    """What fits of the description, field by field: step, bar and time left stay whole on a narrow terminal."""
+
+    def render(self, task: Task) -> Text:
+        """Return as many fields as there is room for."""
+        digits = 0 if task.total is None else 2 * len(str(int(task.total)))
+        return Text(fitting(task.description, terminal_width() - FRAME - digits), no_wrap=True, overflow="ellipsis")
+
+
+def fitting(description: str, width: int) -> str:
+    """Return the first fields of a description that ``width`` characters hold."""
+    fields = description.split(", ")
+    while len(fields) > 1 and len(", ".join(fields)) > width:
+        fields.pop()
+    return ", ".join(fields) if len(", ".join(fields)) <= width else ""
+
+
 @contextlib.contextmanager
 def training_line(quiet: bool = False) -> Iterator[Callable[[Status], None]]:
     """Show where training stands."""
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
+    columns = (StepColumn(), BarColumn(bar_width=BAR), TimeRemainingColumn(compact=True), FieldsColumn())
     line = "step {1}/{2}: {0}".format
     with progress(quiet, columns=columns, stays=True, patience=PATIENCE, line=line) as tell:
         yield lambda status: tell(describe(status), status.step, status.steps)

@@ -12,7 +12,7 @@ from inrun.corpus.readers import Row, read_rows
 from inrun.corpus.sources import SourceFile, find_files
 from inrun.errors import ConfigurationError
 
-__all__ = ["Document", "Fields", "Bookmark", "Problems", "SourceFile", "find_files", "read_documents", "read_from"]
+__all__ = ["Document", "Fields", "Bookmark", "Problems", "SourceFile", "find_files", "read_documents", "read_from", "read_whole"]
 
 #: Fields beside the text; ``TokenStore.column`` knows all but the id.
 METADATA = ("id", "domain", "source", "owner", "split")
@@ -92,6 +92,28 @@ def read_from(
             document = _from_text(row, file, problems) if file.kind == "text" else _from_row(row, file, fields, problems)
             if document is not None:
                 yield document, Bookmark(number, row.after, row.line, row.done)
+
+
+def read_whole(files: Sequence[SourceFile], fields: Fields, problems: Problems) -> Iterator[dict[str, Any]]:
+    """Yield the documents of :func:`read_documents` as rows with all the columns that their files have.
+
+    What a row does not say itself, since its file's name or place tells it, is added under the name of its field: read again from
+    another file, it is the same document.
+    """
+    for file in files:
+        for row in read_rows(file, None, problems):
+            is_text = file.kind == "text"
+            document = _from_text(row, file, problems) if is_text else _from_row(row, file, fields, problems)
+            if document is None:
+                continue
+            told = {} if is_text else dict(row.value)
+            roles = {"text": document.text} if is_text else {}
+            roles |= {role: getattr(document, role) for role in METADATA}
+            for role, value in roles.items():
+                name = getattr(fields, role)
+                if name is not None and value is not None and _dig(told, name) in (_MISSING, None, ""):
+                    told[name] = value
+            yield told
 
 
 def _from_text(row: Row, file: SourceFile, problems: Problems) -> Document | None:

@@ -42,12 +42,12 @@ class Row(NamedTuple):
     value: Any
 
 
-def read_rows(file: SourceFile, columns: Sequence[str], problems: Problems, after: int = 0, line: int = 0) -> Iterator[Row]:
+def read_rows(file: SourceFile, columns: Sequence[str] | None, problems: Problems, after: int = 0, line: int = 0) -> Iterator[Row]:
     """Yield the rows of a file; what cannot be read is counted among the problems.
 
     Args:
         file: The file.
-        columns: Top-level names that are wanted; only columnar files make use of it.
+        columns: Top-level names that are wanted, None for all; only columnar files make use of it.
         problems: Where bad rows are counted.
         after: ``Row.after`` of the last row that is already known, to go on behind it.
         line: ``Row.line`` of that row.
@@ -165,10 +165,10 @@ Batches = Iterator[tuple[int, Any]]
 
 def _arrow_rows(
     file: SourceFile,
-    columns: Sequence[str],
+    columns: Sequence[str] | None,
     problems: Problems,
     after: int,
-    batches: Callable[[SourceFile, Sequence[str], int], Batches],
+    batches: Callable[[SourceFile, Sequence[str] | None, int], Batches],
 ) -> Iterator[Row]:
     """Yield rows from behind row ``after``; a batch comes with the number of rows before it."""
     line, size = after, max(1, file.path.stat().st_size)
@@ -190,10 +190,10 @@ def _count_rows(file: SourceFile) -> int:
     return int(pq.read_metadata(file.path).num_rows) if file.kind == "parquet" else 0
 
 
-def _parquet_batches(file: SourceFile, columns: Sequence[str], after: int) -> Batches:
+def _parquet_batches(file: SourceFile, columns: Sequence[str] | None, after: int) -> Batches:
     # A small buffer makes pyarrow stream the pages; else it loads whole column chunks.
     with pq.ParquetFile(file.path, buffer_size=BLOCK, pre_buffer=False) as parquet:
-        wanted = [name for name in parquet.schema_arrow.names if name in columns]
+        wanted = [name for name in parquet.schema_arrow.names if columns is None or name in columns]
         first = 0
         for group in range(parquet.num_row_groups):
             rows = parquet.metadata.row_group(group).num_rows
@@ -209,13 +209,13 @@ def _parquet_batches(file: SourceFile, columns: Sequence[str], after: int) -> Ba
                 first += batch.num_rows
 
 
-def _ipc_batches(file: SourceFile, columns: Sequence[str], after: int) -> Batches:
+def _ipc_batches(file: SourceFile, columns: Sequence[str] | None, after: int) -> Batches:
     with pa.OSFile(str(file.path), "rb") as stream:
         reader = _ipc_reader(stream)
         first = 0
         for batch in reader:
             if first + batch.num_rows > after:
-                chosen = batch.select([name for name in batch.schema.names if name in columns])
+                chosen = batch.select([name for name in batch.schema.names if columns is None or name in columns])
                 for begin in range(0, batch.num_rows, ROWS):
                     part = chosen.slice(begin, ROWS)
                     yield first + begin, part if part.num_columns else [{} for _ in range(min(ROWS, batch.num_rows - begin))]

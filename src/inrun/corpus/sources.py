@@ -28,6 +28,8 @@ DATA = {
 MAYBE_DATA = {".json": "lines"}
 #: Single files that are one document. In a folder any file counts.
 TEXTS = (".txt", ".text", ".md", ".rst", ".py", ".tex")
+#: `inrun curate` leaves this beside its files.
+CURATED = "curation.json"
 ACCEPTED = (
     f"accepted are files ending in {', '.join([*DATA, *MAYBE_DATA])}, single texts ({', '.join(TEXTS)}), "
     "folders of such files or of any text files, and folders written by datasets' save_to_disk"
@@ -123,7 +125,8 @@ def _walk(folder: Path, base: Path, problems: Problems) -> Iterator[Path]:
             if (Path(here) / name).is_symlink():
                 problems.add("link out of the folder", _name(Path(here) / name, base), "a link to a folder")
                 folders.remove(name)
-        for name in sorted(n for n in names if not n.startswith(".")):
+        left_out = _dropped(Path(here), names)
+        for name in sorted(n for n in names if not n.startswith(".") and n not in left_out):
             path = Path(here) / name
             if path.is_symlink() and not path.resolve().is_relative_to(root):
                 problems.add("link out of the folder", _name(path, base), "a link to a file elsewhere")
@@ -134,6 +137,14 @@ def _walk(folder: Path, base: Path, problems: Problems) -> Iterator[Path]:
 def _is_ours(folders: Sequence[str], names: Sequence[str]) -> bool:
     """Tell a token store or a run, which may lie below the data: what inrun wrote is not what it is to read."""
     return ("tokens.bin" in names and "offsets.bin" in names) or ("run.json" in names and "manifest" in folders)
+
+
+def _dropped(here: Path, names: Sequence[str]) -> set[str]:
+    """Return the files of a folder that `inrun curate` wrote beside the kept ones: they are not to be trained on."""
+    if CURATED not in names:
+        return set()
+    kept = _read_json(here / CURATED, "curate again").get("kept")
+    return {name for name in names if name != kept}
 
 
 def _raise(error: OSError) -> None:
@@ -195,11 +206,11 @@ def _with_split(file: SourceFile, split: str) -> SourceFile:
     return SourceFile(file.path, file.name, file.kind, split)
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(path: Path, again: str = "save the data again with save_to_disk") -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read ({error}); save the data again with save_to_disk") from None
+        raise DataError(f"{path} cannot be read ({error}); {again}") from None
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}, not an object; save the data again with save_to_disk")
+        raise DataError(f"{path} holds a {type(found).__name__}, not an object; {again}")
     return found

@@ -17,7 +17,9 @@ from inrun.analysis import Summary, summarise, summarise_run
 from inrun.engine.attach import Attachment
 from inrun.engine.audits import Schedule
 from inrun.engine.checks.coverage import Coverage
+from inrun.engine.credit.gathered import of_all
 from inrun.engine.credit.redistribute import state_of_rank
+from inrun.engine.description import accountant_html, describe_accountant
 from inrun.engine.look import StepLook
 from inrun.engine.processes import Communication
 from inrun.engine.record import FinishedStep, StepResult
@@ -29,10 +31,13 @@ from inrun.engine.traffic import expected_payload
 from inrun.engine.validation import Loss
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
+from inrun.ledger.live import live_reader
 from inrun.ledger.record import SettledCredits
+from inrun.ledger.scores import Names
 
 if TYPE_CHECKING:
     from inrun.fidelity import FidelityReport
+    from inrun.figures import Plots
 
 log = logging.getLogger("inrun")
 #: Models that have an accountant.
@@ -301,18 +306,68 @@ class Accountant:
             rules[row.rule] = rules.get(row.rule, 0) + row.numel
         return {**self._setup.about(), "coverage": {"share": self.coverage.scored_share, "entries_by_rule": rules}}
 
-    def scores(self) -> Any:
+    def scores(
+        self,
+        validation: Names = None,
+        view: str = "plain",
+        *,
+        top: int | None = None,
+        bottom: int | None = None,
+        by: str | None = None,
+        together: bool = False,
+    ) -> Any:
         """Return one row per sample and validation set as an Arrow table.
 
         ``score`` is the credit so far (in the step game the sum of contributions), ``step_score`` the sum of the steps' own parts,
         ``pending`` the number of uses whose window is open.
+
+        Of several processes, each may ask for itself: samples of others then have what they have written, and under whole credit
+        the last steps' differences to the books are not spread yet. Where all ask ``together``, between two steps, the table is
+        that of one process (with books in memory: of their own samples).
+
+        Args:
+            validation: A set, several, or None for all.
+            view: How a use is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+            top: Only the so many highest scores of every set, with what is registered of these samples; the highest first.
+            bottom: Only the so many lowest, the lowest first. With ``top`` both ends, from the highest down, no sample twice.
+            by: A column of the registered samples (``accountant.ledger.register_samples``): one row per ``group`` and set, with the
+                figures of ``inrun groups``; ``top`` and ``bottom`` then choose groups.
+            together: All processes ask at once.
         """
         scores: Any = self._readable("scores")
-        return scores() if self._run.credit is None else scores(open_credits=self.open_credits())
+        asked = {"validation": validation, "view": view, "top": top, "bottom": bottom, "by": by}
+        credits = self._credits_to_show(together)
+        if isinstance(self.ledger, (LedgerReader, MemoryLedger)):
+            return scores(**asked, open_credits=credits)
+        if (validation, view, top, bottom, by) != (None, "plain", None, None, None):
+            raise LedgerError(
+                f"the ledger {type(self.ledger).__name__} answers scores() alone; arguments are for inrun's own ledgers"
+            )
+        return scores() if self._run.credit is None else scores(open_credits=credits)
 
-    def open_credits(self) -> list[SettledCredits]:
-        """Return the credit so far of uses whose window is open, as if they were settled now; none in the step game."""
-        return [] if self._run.credit is None else self._run.credit.so_far()
+    def _credits_to_show(self, together: bool) -> list[SettledCredits]:
+        """Return what is still being paid; of all processes where they ask together, once all have written what they have."""
+        together = together and self._detach.alive and self._setup.processes.several
+        credits = self.open_credits(together)
+        if together and isinstance(self.ledger, Ledger):
+            credits = of_all(self._setup.processes, credits)
+            with self._setup.processes.together("scores", self.steps_done):  # what is read is what all have written
+                self.ledger.flush_if_open()
+        return credits
+
+    @property
+    def plot(self) -> Plots:
+        """Return the figures: ``plot.groups()``, ``.samples()``, ``.over_time()``, ``.agreement(a, b)``, ``.books()``."""
+        from inrun.figures import Plots
+
+        return Plots(lambda: live_reader(self.ledger, self.open_credits()))
+
+    def open_credits(self, together: bool = False) -> list[SettledCredits]:
+        """Return the credit so far of uses whose window is open, as if they were settled now; none in the step game.
+
+        Those of this process's samples; ``together`` as in :meth:`scores`.
+        """
+        return [] if self._run.credit is None else self._run.credit.so_far(together)
 
     def summary(self) -> Summary:
         """Return the books of the run so far, the worst steps, and what they mean.
@@ -445,6 +500,19 @@ class Accountant:
                 100 * sum(cut) / len(cut),
             )
         self._settle(rest)
+
+    def __repr__(self) -> str:
+        """Return what is scored, and how far it is."""
+        return describe_accountant(self)
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook, with the books' verdict and the coverage in a line."""
+        return accountant_html(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has let go of the model."""
+        return not self._detach.alive
 
     def __enter__(self) -> Accountant:
         """Return the accountant."""

@@ -3,12 +3,14 @@
 ``MergedMicrobatch`` asks every layer for contractions of its training rows with the gradient of its validation rows
 (``layers.merged``); ``MergedDirections`` knows the gains before the backward, and v = gain ∘ ∇ℓ only after it. What has more
 than one use in a forward, or waits for the real gradient (tables under Adam), is kept by the training rows and contracted when the
-optimizer steps, with the ∇ℓ that left the backward.
+optimizer steps, with the ∇ℓ that left the backward. Of a head that is tied to a token table only the rows of the validation rows'
+tokens wait: the table's part of ∇ℓ is 0 elsewhere, and the head's own part is known in its backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +23,9 @@ from inrun.engine.microbatch import Kept, Microbatch
 from inrun.engine.setup import Setup
 from inrun.engine.sites import Scored, Site
 from inrun.errors import StepError, ValidationError
-from inrun.layers import Layout, Merged, MergedAsk, MergedCall, nbytes_of
+from inrun.layers import Layout, Merged, MergedAsk, MergedCall, MergedOwned, nbytes_of
 from inrun.layers.forms import Contraction
-from inrun.layers.layout import SHARED, TURNED
+from inrun.layers.layout import SHARED, TURNED, turned
 from inrun.layers.trees import float_tensors
 from inrun.torch_private import current_backward, detached_parameters
 
@@ -69,6 +71,15 @@ class MergedDirections(Directions):
         self.take([found[s] / scale if s in found else None for s in self.scored])
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """Rows ``[r]`` of a head's training rows that wait for the look-ups' part of ∇ℓ there."""
+
+    kept: Kept
+    rows: Tensor
+    by_rows: bool
+
+
 class MergedMicrobatch(Microbatch):
     """The probes of one merged forward and backward."""
 
@@ -78,6 +89,11 @@ class MergedMicrobatch(Microbatch):
         self.m, self.points, self.form, self.checked, self.repeated = validation_rows, points, form, checked, repeated
         #: ∇ℓ arrives here, ``[k, *shape]``.
         self.validation: dict[Scored, Tensor] = {}
+        #: The look-ups' part of it, where a parameter has other uses, too.
+        self.looked_up: dict[Scored, Tensor] = {}
+        #: The validation rows' tokens, ``[m, t]`` of every look-up so far; and what of heads waits for them.
+        self._tokens: dict[Scored, list[Tensor]] = {}
+        self.crossing: list[Crossing] = []
         #: Kept until ∇ℓ is whole, though the gain is known; and whether row by row.
         self.postponed: list[tuple[Kept, bool]] = []
         #: What the model returned in the running step: tensors with one row per sample.
@@ -146,17 +162,46 @@ class MergedMicrobatch(Microbatch):
                 "relative positions), which merged steps do not tell apart into training and validation rows; give the Accountant "
                 "validation= and open steps without merged="
             )
+        turn = layout if layout in TURNED else ""
         self._note_call(site)
+        if self._owns(site, inputs, layout):
+            asks, given, buffers = self._ask(site, names, constants, inputs, inputs[0].dtype)
+            call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, turn=turn)
+            module: Any = site.module
+            return MergedOwned.apply(call, buffers, inputs[0], module.weight, getattr(module, "bias", None), *given)
         with detached_parameters(site.module, names):
             out = original(*args, **kwargs)
         expands, one = layout in SHARED, layout == "free" and inputs[0].shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(self.rows, *x.shape[1 if one else 0 :]) for x in inputs)
-        turn = layout if layout in TURNED else ""
+        if site.rule.sparse:
+            self._note_tokens(site, names, turned(inputs[0], self.rows, turn) if turn else inputs[0])
         asks, given, buffers = self._ask(site, names, constants, inputs, out.dtype)
         call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, expands, one, turn)
         parameters = [site.scored[name].parameter for name in names]
         return Merged.apply(call, buffers, out, len(inputs), *inputs, *parameters, *given)
+
+    def _owns(self, site: Site, inputs: tuple[Tensor, ...], layout: Layout) -> bool:
+        """Whether the rule's own forward and backward run a call; a view as output (of a biased linear layer) would be copied."""
+        free = layout not in SHARED and self.form != "project" and not torch.is_autocast_enabled(inputs[0].device.type)
+        return free and site.rule.owner is not None and site.rule.owns(site.module, inputs, self.rows, forced=True)
+
+    def _note_tokens(self, site: Site, names: tuple[str, ...], tokens: Tensor) -> None:
+        """Note which rows of a table the validation rows look up; segments that are recomputed are known."""
+        for s in (site.scored[name] for name in names):
+            if len(s.uses) > 1 and current_backward() == -1:
+                self._tokens.setdefault(s, []).append(tokens.reshape(self.rows, -1)[self.n :].reshape(-1))
+
+    def _looked_up_rows(self, site: Site, s: Scored, name: str) -> Tensor | None:
+        """Return the rows R ``[r]`` in which ∇ℓ is not all this use's own: where all other uses are look-ups that have run.
+
+        None where that is not so. A look-up that runs (again) after this call is seen by ``_note_call``.
+        """
+        others = [other for other, _ in s.uses if other is not site]
+        alone = len(others) == len(s.uses) - 1 and site not in self.repeated and site.rule.grams(name)
+        if not alone or not all(o.rule.sparse and o in self._called and o not in self.repeated for o in others):
+            return None
+        return torch.unique(torch.cat(self._tokens[s]))
 
     def _note_call(self, site: Site) -> None:
         if current_backward() != -1:
@@ -172,7 +217,7 @@ class MergedMicrobatch(Microbatch):
     def _ask(
         self, site: Site, names: tuple[str, ...], constants: Any, inputs: tuple[Tensor, ...], dtype: torch.dtype
     ) -> tuple[tuple[MergedAsk, ...], list[Tensor], dict[str, Tensor]]:
-        """Tell what is wanted of a call: asks, gains followed by probes, and memory for what is kept formed."""
+        """Tell what is wanted of a call: asks, gains and rows followed by probes, and memory for what is kept formed."""
         directions = self.directions
         assert isinstance(directions, MergedDirections)
         asks: list[MergedAsk] = []
@@ -187,18 +232,25 @@ class MergedMicrobatch(Microbatch):
             several = len(s.uses) > 1 or site in self.repeated
             by_rows = streams and directions.by_rows(s) and site.rule.rows_are_classes(name, s.parameter)
             leaves = self.checked or several or not streams
-            if streams and not several:
+            rows = self._looked_up_rows(site, s, name) if several and streams and not site.rule.sparse else None
+            if streams and (rows is not None or not several):
                 gain = directions.gains[s.parameter]
                 form = self._form_of(site, s, name, inputs, dtype, gain is None and not by_rows)
-                asks.append(MergedAsk(name, form, by_rows, gain is not None, leaves=leaves))
                 gains += [] if gain is None else [gain]
                 probes.append(self._sum_leaf(s, by_rows))
+                rows_as = None
+                if rows is not None:
+                    gains.append(rows)
+                    rows_as, leaves_of = self._keep_rows(site, s, name, constants, inputs, dtype, rows, by_rows)
+                    probes += leaves_of
+                asks.append(MergedAsk(name, form, by_rows, gain is not None, rows_as=rows_as, leaves=leaves))
             else:
                 kind, leaves_of = self._keep(site, s, name, constants, inputs, dtype, streams, by_rows, buffers)
                 asks.append(MergedAsk(name, kept_as=kind, leaves=leaves))
                 probes += leaves_of
             if leaves:
-                probes.append(self._validation_leaf(s))
+                apart = site.rule.sparse and len(s.uses) > 1
+                probes.append(self._validation_leaf(s, self.looked_up if apart else self.validation))
         return tuple(asks), [*gains, *probes], buffers
 
     def _form_of(
@@ -253,12 +305,34 @@ class MergedMicrobatch(Microbatch):
             buffers[name] = self.buffers.next(s, *parts[0], self.device)
         return kind, leaves
 
-    def _validation_leaf(self, s: Scored) -> Tensor:
-        if s not in self.validation:
+    def _keep_rows(
+        self,
+        site: Site,
+        s: Scored,
+        name: str,
+        constants: Any,
+        inputs: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        rows: Tensor,
+        by_rows: bool,
+    ) -> tuple[Any, list[Tensor]]:
+        """Make the probes of some rows of the training rows' gradients: as much as a parameter of so many rows would take."""
+        training = tuple(x[: x.shape[0] // self.rows * self.n] for x in inputs)
+        kind, parts = site.rule.kept_as(constants, name, s.parameter.detach()[: len(rows)], training, dtype, self.n)
+        self.allowance.take(nbytes_of(parts))
+        leaves = [self._leaf(*part, self.device) for part in parts]
+        waiting = Kept(s, site, site.rule, constants, kind, leaves, None)
+        for place, x in enumerate(leaves):
+            self.watched(x, (s,), waiting, place)
+        self.crossing.append(Crossing(waiting, rows, by_rows))
+        return kind, leaves
+
+    def _validation_leaf(self, s: Scored, among: dict[Scored, Tensor]) -> Tensor:
+        if s not in among:
             p = s.parameter
             dtype = torch.promote_types(p.dtype, torch.float32)
-            self.validation[s] = self.watched(self._leaf((self.columns, *p.shape), dtype, self.device), (s,))
-        return self.validation[s]
+            among[s] = self.watched(self._leaf((self.columns, *p.shape), dtype, self.device), (s,))
+        return among[s]
 
     # When the optimizer is about to step
 
@@ -278,7 +352,11 @@ class MergedMicrobatch(Microbatch):
                 "scaler.scale(step.merge(train_loss, validation_loss)).backward()"
             )
         scale = 1.0 if self.root is None else float(self.root)
+        self._cross()
         found = {s: x.grad for s, x in self.validation.items() if x.grad is not None}
+        for s, x in self.looked_up.items():
+            if x.grad is not None:
+                found[s] = found[s].add_(x.grad) if s in found else x.grad
         if self.checked and not any(bool(g.any()) for g in found.values()):
             raise ValidationError(
                 f"no gradient came through the last {self.m} rows, so that every sample would score 0: the loss of a merged step "
@@ -292,6 +370,28 @@ class MergedMicrobatch(Microbatch):
             kept.forget()
         self.postponed = []
 
+    def _cross(self) -> None:
+        """Contract the rows that waited with the look-ups' part of ∇ℓ there: ⟨g_n[R], (gain ∘ V_table)[R]⟩."""
+        directions = self.directions
+        assert isinstance(directions, MergedDirections)
+        for crossing in self.crossing:
+            kept, rows = crossing.kept, crossing.rows
+            s, looked_up = kept.scored, self.looked_up[kept.scored].grad
+            shapes = kept.shapes() if looked_up is not None else []
+            if shapes:
+                assert looked_up is not None
+                gain = directions.gains[s.parameter]
+                v = looked_up.index_select(1, rows)
+                v = v if gain is None else v * gain.index_select(1, rows)
+                for shape in shapes:
+                    if crossing.by_rows:
+                        c = shape.contract_by_rows(v)
+                        self._book(s, c.new_zeros(*c.shape[:2], len(s.parameter)).index_add_(2, rows, c), by_rows=True)
+                    else:
+                        self._book(s, shape.contract(v), by_rows=False)
+            kept.forget()
+        self.crossing = []
+
     def _book(self, s: Scored, c: Tensor, by_rows: bool) -> None:
         leaf = self._sum_leaf(s, by_rows)
         c = c.to(leaf.dtype)
@@ -302,11 +402,12 @@ class MergedMicrobatch(Microbatch):
         super().release()
         if self._watching is not None:
             self._watching.remove()
-        for kept, _ in self.postponed:
+        for kept in (*(kept for kept, _ in self.postponed), *(crossing.kept for crossing in self.crossing)):
             kept.forget()
-        for x in self.validation.values():
+        for x in (*self.validation.values(), *self.looked_up.values()):
             x.grad = None
-        self.validation, self.postponed, self.outputs, self.root = {}, [], [], None
+        self.validation, self.looked_up, self._tokens, self.outputs, self.root = {}, {}, {}, [], None
+        self.postponed, self.crossing = [], []
 
 
 def open_merged(

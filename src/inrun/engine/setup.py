@@ -16,8 +16,9 @@ from inrun.engine.credit.choice import resolve_credit
 from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
 from inrun.engine.extras import check_extra
+from inrun.engine.group import find_processes
 from inrun.engine.no_validation import NoValidation
-from inrun.engine.processes import Processes, find_processes
+from inrun.engine.processes import Processes
 from inrun.engine.sharded import shard_group, tell_shards
 from inrun.engine.sites import Scored, Site, find_sites, scored_parameters
 from inrun.engine.validation import Loss, Validation

@@ -495,7 +495,7 @@ class Step(OpenStep):
         elif not all(x[2] for x in meeting.all) or not all(x[3] for x in meeting.all):
             self._skip(Skip.CONTRIBUTIONS)
         elif self.merged is not None and self.skipped is None:
-            check_scored(contributions, self.merged)
+            check_scored(contributions, self.merged, self.losses is not None, self.factors.rates())
         self._record(contributions, self._commit())
 
     def _check_end(self) -> None:

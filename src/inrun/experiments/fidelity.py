@@ -7,52 +7,16 @@ next step is played out with the real optimizer and the real loss, for every met
 from __future__ import annotations
 
 import functools
-import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from inrun.experiments.recipes import Findings, Table, Work
+from inrun.experiments.states import FidelityConfig, byte_rows, count_states, sample_losses_of, states
+from inrun.fidelity import FidelityReport, fidelity
 
-from inrun.corpus.python_texts import pieces_of
-from inrun.errors import ConfigurationError
-from inrun.fidelity import FidelityReport, fidelity, usual_choices
-from inrun.training.config import Model
-from inrun.training.loss import next_token_loss, row_losses
-from inrun.training.models import build_model
-
-#: Domains of the text, and how many pieces of one text are taken at most.
-DOMAINS = {"reference": 4, "code": 6, "tables": 6}
-#: Domains that validation rows are taken from, and rows that are held out of every domain.
-VALIDATED, HELD_OUT = ("reference", "code"), 16
-
-
-@dataclass(frozen=True)
-class FidelityConfig:
-    """What is tried."""
-
-    lrs: tuple[float, ...] = (6e-4, 5e-3)
-    steps: tuple[int, ...] = (3, 20, 100, 300)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    batch: int = 16
-    permutations: int = 300
-    optimizer: str = "adamw"
-    #: Play the paper's SGD game w ← w − lr·G at states of an AdamW run of lr 6e-4; ``lrs`` are then those of the game.
-    proxy: bool = False
-    max_norm: float = 1.0
-    context: int = 64
-    width: int = 64
-    layers: int = 2
-    heads: int = 4
-    validation_rows: int = 4
-    subsets: int = 0
-    choices: tuple[tuple[str, str], ...] = field(default=())
-
-    def resolved_choices(self) -> tuple[tuple[str, str], ...]:
-        """Return the choices, or the usual ones for this game."""
-        return self.choices or usual_choices(sgd=self.proxy or self.optimizer == "sgd")
+__all__ = ["SIZES", "Cell", "FidelityConfig", "as_data", "byte_rows", "run", "run_fidelity", "sample_losses_of", "tabulate"]
 
 
 @dataclass(frozen=True)
@@ -64,102 +28,27 @@ class Cell:
     report: FidelityReport
 
 
-def _cut_bytes(text: str, size: int) -> Iterator[bytes]:
-    data = text.encode()
-    return (data[start : start + size] for start in range(0, len(data) - size, size))
-
-
-def byte_rows(size: int, per_domain: int, noise: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return rows of bytes of the Python installation's text, with some of noise among them, and held-out rows by domain.
-
-    Args:
-        size: Bytes of a row.
-        per_domain: Rows of each domain to train on.
-        noise: Rows of random bytes.
-        seed: Of everything that is drawn.
-
-    Returns:
-        Tokens ``[n, size]`` in random order, and ``[16, size]`` for each domain that is validated.
-    """
-    generator = random.Random(seed)  # noqa: S311 - not for secrets
-    rows: list[bytes] = []
-    held_out: dict[str, Tensor] = {}
-    for domain, most in DOMAINS.items():
-        found = [piece.content for piece in pieces_of(domain, functools.partial(_cut_bytes, size=size), most)]
-        chosen = generator.sample(found, min(len(found), per_domain + HELD_OUT))
-        rows += chosen[HELD_OUT:]
-        if domain in VALIDATED:
-            held_out[domain] = _as_tokens(chosen[:HELD_OUT])
-    apart = random.Random(seed)  # noqa: S311 - not for secrets
-    rows += [apart.randbytes(size) for _ in range(noise)]
-    generator.shuffle(rows)
-    return _as_tokens(rows), held_out
-
-
-def _as_tokens(rows: list[bytes]) -> Tensor:
-    return torch.tensor([list(row) for row in rows])
-
-
-def sample_losses_of(rows: Tensor) -> Callable[[nn.Module], Tensor]:
-    """Return each row's part of the mean next-token loss of a batch."""
-    return lambda model: row_losses(model, rows) / len(rows)
-
-
-def _validation_loss(rows: Tensor, model: nn.Module) -> Tensor:
-    return next_token_loss(model, rows)
-
-
-def _optimizer(config: FidelityConfig, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    raise ConfigurationError(f"optimizer is {config.optimizer!r}; accepted are adamw and sgd")
-
-
 def run_fidelity(config: FidelityConfig, tell: Callable[[str, int, int], None] = lambda what, done, total: None) -> list[Cell]:
     """Train and compare; ``tell`` is called with what is being done and progress."""
     cells: list[Cell] = []
-    runs = [(seed, 6e-4) for seed in config.seeds] if config.proxy else [(s, lr) for s in config.seeds for lr in config.lrs]
-    games = len(config.lrs) if config.proxy else 1
-    total, done = len(runs) * len(config.steps) * games, 0
-    for seed, lr in runs:
-        tokens, held_out = byte_rows(config.context + 1, 600, 60, seed)
-        # The same number of rows of each held-out domain.
-        each = max(1, config.validation_rows // len(held_out))
-        validation = torch.cat([rows[:each] for rows in held_out.values()])
-        torch.manual_seed(seed)
-        sizes = Model(context=config.context, width=config.width, layers=config.layers, heads=config.heads)
-        model = build_model(sizes, 256).double()
-        optimizer = _optimizer(replace(config, optimizer="adamw") if config.proxy else config, model, lr)
-        order = torch.Generator().manual_seed(seed)
-        for step in range(max(config.steps) + 1):
-            rows = tokens[torch.randint(0, len(tokens), (config.batch,), generator=order)]
-            if step in config.steps:
-                for game_lr in config.lrs if config.proxy else (lr,):
-                    tell(f"seed {seed}, lr {game_lr:g}, step {step}", done, total)
-                    optimizer.param_groups[0]["lr"] = game_lr
-                    report = fidelity(
-                        model,
-                        optimizer,
-                        functools.partial(_validation_loss, validation),
-                        sample_losses_of(rows),
-                        choices=config.resolved_choices(),
-                        max_norm=config.max_norm,
-                        permutations=config.permutations,
-                        proxy=config.proxy,
-                        subsets=config.subsets,
-                        seed=seed,
-                        step=step,
-                        name="docs and code",
-                    )
-                    optimizer.param_groups[0]["lr"] = lr
-                    cells.append(Cell(seed, game_lr, report))
-                    done += 1
-            sample_losses_of(rows)(model).sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+    total = count_states(config)
+    for state in states(config):
+        tell(f"seed {state.seed}, lr {state.lr:g}, step {state.step}", len(cells), total)
+        report = fidelity(
+            state.model,
+            state.optimizer,
+            state.validation,
+            state.sample_losses,
+            choices=config.resolved_choices(),
+            max_norm=state.max_norm,
+            permutations=config.permutations,
+            proxy=config.proxy,
+            subsets=config.subsets,
+            seed=state.seed,
+            step=state.step,
+            name="docs and code",
+        )
+        cells.append(Cell(state.seed, state.lr, report))
     tell("done", total, total)
     return cells
 
@@ -199,3 +88,127 @@ def as_data(config: FidelityConfig, cells: list[Cell]) -> dict[str, Any]:
         "table": tabulate(cells),
         "cells": [{"seed": c.seed, "lr": c.lr, **c.report.as_dict()} for c in cells],
     }
+
+
+#: The paper's three learning rates, with its RMSE and Spearman (GPT-2 at step 3,500, batch 16, 1,000 permutations).
+PAPER: dict[float, tuple[float, float | None]] = {3e-4: (0.0003, None), 6e-4: (0.0012, 0.99), 5e-3: (0.0017, 0.79)}
+#: Whose update each game plays, in words.
+GAMES = {
+    "paper": "the paper's SGD game as printed: w ← w − lr·Σ∇ℓ, losses added up, nothing clipped, at states of an AdamW run",
+    "proxy": "the same for the gradient that training takes: mean loss, norm clipped at 1",
+    "adamw": "the real step of AdamW with its momentum, decay and clipping",
+}
+#: Only the first two have numbers of the paper beside them.
+PAPERS_OWN = ("paper", "proxy")
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Which states are looked at, in every game; seeds are those of the run."""
+
+    lrs: tuple[float, ...] = tuple(PAPER)
+    steps: tuple[int, ...] = (100,)
+    permutations: int = 60
+    batch: int = 16
+    context: int = 64
+    width: int = 64
+    layers: int = 2
+
+    def game(self, name: str, seed: int) -> FidelityConfig:
+        """Return one game of one seed as a study."""
+        own = name in PAPERS_OWN
+        return FidelityConfig(
+            lrs=self.lrs,
+            steps=self.steps,
+            seeds=(seed,),
+            batch=self.batch,
+            permutations=self.permutations,
+            proxy=own,
+            summed=name == "paper",
+            context=self.context,
+            width=self.width,
+            layers=self.layers,
+        )
+
+
+SIZES = {
+    "smoke": StudyConfig(steps=(3,), permutations=6, batch=4, context=12, width=8, layers=1),
+    "quick": StudyConfig(steps=(30,), permutations=30),
+    "full": StudyConfig(),
+}
+NOTES = (
+    "A GPT of 120,576 parameters on bytes of Python's own text (full and quick size), double precision, 4 validation rows of two "
+    "domains. The paper: GPT-2 with 124M parameters on the Pile. RMSE is in nats and grows with the step, so it is not comparable "
+    "across models; divided by the mean |true value| it is.",
+    "The paper gives one number for both orders at each rate. Standard errors of the truth are in results.json.",
+)
+
+
+def _cells_of(config: FidelityConfig, tell: Callable[[str, int, int], None]) -> list[dict[str, Any]]:
+    return [{"seed": c.seed, "lr": c.lr, **c.report.as_dict()} for c in run_fidelity(config, tell)]
+
+
+def run(config: StudyConfig, work: Work) -> Findings:
+    """Play every game for every seed."""
+    data: dict[str, Any] = {}
+    tables = []
+    for name, about in GAMES.items():
+        found: list[dict[str, Any]] = []
+        for seed in work.seeds:
+            game = config.game(name, seed)
+            found += work.cell({"game": name, "seed": seed, "config": game}, functools.partial(_cells_of, game, work.tell))
+        summary = summarise(found)
+        data[name] = {"about": about, "summary": summary, "cells": found}
+        tables.append(_table(name, summary, config))
+    from inrun.experiments.fidelity_figure import draw
+
+    return Findings(
+        {"games": data, "paper": [[lr, *x] for lr, x in PAPER.items()]}, tables, list(NOTES), draw=functools.partial(draw, data)
+    )
+
+
+def summarise(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per learning rate, step and choice: mean over seeds, worst Spearman, RMSE also of the mean |true value|."""
+    rows = []
+    for lr, step in sorted({(c["lr"], c["step"]) for c in cells}):
+        mine = [c for c in cells if (c["lr"], c["step"]) == (lr, step)]
+        sizes = [statistics.fmean(map(abs, c["shapley"])) for c in mine]
+        for index, choice in enumerate(mine[0]["results"]):
+            found = [c["results"][index] for c in mine]
+            ranks = [r["spearman"] for r in found]
+            rows.append(
+                {
+                    "lr": lr,
+                    "step": step,
+                    "choice": f"{choice['method']}+{choice['update']}",
+                    "spearman": statistics.fmean(ranks),
+                    "spearman_deviation": statistics.stdev(ranks) if len(ranks) > 1 else 0.0,
+                    "spearman_worst": min(ranks),
+                    "rmse": statistics.fmean(r["rmse"] for r in found),
+                    "rmse_relative": statistics.fmean(r["rmse"] / size for r, size in zip(found, sizes, strict=True)),
+                    "mean_absolute_value": statistics.fmean(sizes),
+                    "residual": statistics.fmean(r["residual"] for r in found),
+                    "truth_error": max(max(c["standard_errors"]) / size for c, size in zip(mine, sizes, strict=True)),
+                }
+            )
+    return rows
+
+
+def _table(name: str, summary: list[dict[str, Any]], config: StudyConfig) -> Table:
+    own = name in PAPERS_OWN
+    columns = ["lr", "step", "method", "Spearman (± over seeds)", "worst", "RMSE", "RMSE / mean |value|", "residual"]
+    rows = []
+    for row in summary:
+        spread = f"{row['spearman']:.3f} ± {row['spearman_deviation']:.3f}"
+        ours = [
+            spread,
+            f"{row['spearman_worst']:.3f}",
+            f"{row['rmse']:.1e}",
+            f"{row['rmse_relative']:.2g}",
+            f"{row['residual']:.2g}",
+        ]
+        rmse, rank = PAPER.get(row["lr"], (None, None)) if own else (None, None)
+        rows.append([f"{row['lr']:g}", row["step"], row["choice"], *ours, *([rank, rmse] if own else [])])
+    caption = f"{config.permutations} antithetic permutations. Residual: |Σ scores − truth's total| / Σ|scores|."
+    title = f"{name}: {GAMES[name]}"
+    return Table(title, [*columns, *(["paper: Spearman", "RMSE"] if own else [])], rows, caption)

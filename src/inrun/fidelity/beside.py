@@ -37,7 +37,7 @@ def beside(
         exact: See ``permutations``.
         subsets: Compare Taylor utilities with the true utility on so many random subsets.
         seed: Of the permutations.
-        progress: Called with done and total.
+        progress: Called with done and total; True shows a bar.
 
     Returns:
         Spearman, Pearson, RMSE and residual of each choice; ``str()`` is a table, ``save_picture`` draws the scatter.

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from inrun.fidelity.study import FidelityReport
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Import matplotlib for files, without a display; an error that names the extra where it is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -23,7 +24,7 @@ def _pyplot() -> Any:
 
 def draw_scatter(report: FidelityReport, path: str) -> None:
     """Draw one panel per method: the truth with its standard error across, the contribution up, the diagonal grey."""
-    plt = _pyplot()
+    plt = pyplot()
     panels = len(report.results) + (1 if report.utility is not None else 0)
     columns = min(3, panels)
     rows = -(-panels // columns)

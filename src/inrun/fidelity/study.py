@@ -15,7 +15,7 @@ from inrun.fidelity.utility import UtilityReport, utility_agreement
 from inrun.methods import METHODS, UPDATES
 from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
 
-Progress = Callable[[int, int], None] | None
+Progress = Callable[[int, int], None] | bool | None
 
 
 def usual_choices(sgd: bool = False) -> tuple[tuple[str, str], ...]:
@@ -99,6 +99,17 @@ class FidelityReport:
             lines.append(str(self.utility))
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        from inrun.notebook import block, lines, table
+
+        header = ("method", "Spearman", "Pearson", "RMSE", "|Σc − truth| / Σ|c|")
+        rows = [(r.name, r.spearman, r.pearson, r.rmse, f"{100 * r.residual:.2f} %") for r in self.results]
+        noise = max(self.standard_errors, default=0.0)
+        said = [f"Truth: {self.truth}; in all {self.total:+.3e}, largest standard error {noise:.1e}."]
+        said += [] if self.utility is None else [str(self.utility)]
+        return block(f"Fidelity at step {self.step}, {self.validation}, {self.n} samples", table(header, rows), lines(said))
+
     def save_picture(self, path: str) -> None:
         """Draw the scatter of every method against the truth as PNG (needs matplotlib)."""
         from inrun.fidelity.picture import draw_scatter
@@ -168,7 +179,7 @@ def fidelity(
         seed: Of permutations and subsets.
         step: For the report.
         name: Of the validation set, for the report.
-        progress: Called with done and total subsets of the truth.
+        progress: Called with done and total subsets of the truth; True shows a bar.
         options: More arguments for the accountants.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)

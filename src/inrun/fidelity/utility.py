@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from inrun.truth import StepGame, agreement
 
@@ -30,13 +31,19 @@ class UtilityReport:
         )
 
 
+def random_subsets(n: int, count: int, seed: int = 0) -> Tensor:
+    """Draw subsets of uniform size, bool ``[count, n]``."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = torch.zeros(count, n, dtype=torch.bool)
+    for row in masks:
+        size = int(torch.randint(0, n + 1, (1,), generator=generator))
+        row[torch.randperm(n, generator=generator)[:size]] = True
+    return masks
+
+
 def utility_agreement(game: StepGame, subsets: int, seed: int = 0) -> UtilityReport:
     """Draw subsets of uniform size and compare."""
-    generator = torch.Generator().manual_seed(seed)
-    masks = torch.zeros(subsets, game.n, dtype=torch.bool)
-    for row in masks:
-        size = int(torch.randint(0, game.n + 1, (1,), generator=generator))
-        row[torch.randperm(game.n, generator=generator)[:size]] = True
+    masks = random_subsets(game.n, subsets, seed)
     true, first, second = game.utilities(masks), game.taylor_utilities(masks, 1), game.taylor_utilities(masks, 2)
     one, two = agreement(first, true), agreement(second, true)
     return UtilityReport(

@@ -127,7 +127,7 @@ class Scores(Callback):  # type: ignore[misc]
         part, self._open, self._tried = self._open, None, False
         if part is not None:
             part.__exit__(type(exception), exception, exception.__traceback__)
-        self._scoring.abandon(exception)
+        self._scoring.failed(exception)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for Lightning's checkpoint: plain data and tensors.

@@ -41,6 +41,16 @@ def has_state(folder: Path, rank: int = 0) -> bool:
     return (folder / names(rank)[0]).is_file()
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint holds the states of all processes that saved."""
+    try:
+        saved = json.loads((folder / names(0)[0]).read_text("utf-8"))
+        world = int(saved["state"].get("processes", {}).get("world", 1))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return all(has_state(folder, rank) for rank in range(world))
+
+
 def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
     """Write an accountant's ``state_dict()`` into a checkpoint; whole or not at all."""
     plain_name, tensors_name = names(rank)
@@ -78,7 +88,7 @@ def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:
     if not has_state(folder, rank):
         raise TrainingError(
             f"{folder} has no {plain_name}: it was saved without inrun, by another number of processes, or the run was killed "
-            f"while saving. {_older(folder, rank)}"
+            f"while saving. {_older(folder)}"
         )
     try:
         saved = json.loads((folder / plain_name).read_text("utf-8"))
@@ -94,9 +104,9 @@ def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:
         raise TrainingError(f"the state of inrun in {folder} is damaged ({type(error).__name__}: {error})") from error
 
 
-def _older(folder: Path, rank: int) -> str:
-    """Say from which other checkpoint beside this one a run could go on."""
-    others = [f for f in folder.parent.glob("*") if f.is_dir() and f != folder and has_state(f, rank)]
+def _older(folder: Path) -> str:
+    """Say from which other checkpoint beside this one a run could go on: one that all processes came to write."""
+    others = [f for f in folder.parent.glob("*") if f.is_dir() and f != folder and is_whole(f)]
     if not others:
         return "Begin the run anew, or go on without scores (do not attach)."
     return f"Resume from {max(others, key=lambda f: f.stat().st_mtime)}, which has one."

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from inrun.engine import Accountant
-from inrun.engine.processes import Processes, find_processes
+from inrun.engine.group import find_processes
+from inrun.engine.processes import Processes
 from inrun.engine.step import Step
 from inrun.errors import ConfigurationError, StepError
 from inrun.integrations.data import add_scores
@@ -168,6 +169,18 @@ class Scoring:
         if step is not None:
             error = error or StepError("the step was left before its optimizer stepped")
             step.__exit__(type(error), error, error.__traceback__)
+
+    def failed(self, error: BaseException) -> None:
+        """The trainer failed, in a step or between two: drop what is open, and raise who is missing where a connection broke.
+
+        A trainer meets the other processes for purposes of its own (token counts, logs, checkpoints), and may be the first to miss
+        one.
+        """
+        self.abandon(error)
+        self.processes.announce(error)
+        lost = self.processes.explain(error)
+        if lost is not None:
+            raise lost from error
 
     # What comes out
 

@@ -113,7 +113,11 @@ class TrainerScores:
     def _train(self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Note from where the run goes on."""
         self._resume_from = self._checkpoint(resume_from_checkpoint)
-        return original(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            self._scoring.failed(error)
+            raise
 
     def _checkpoint(self, given: Any) -> Path | None:
         if given is None or given is False:

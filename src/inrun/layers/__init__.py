@@ -12,7 +12,7 @@ from inrun.layers import (  # noqa: F401 - importing registers the rules
 )
 from inrun.layers.fallback import FallbackRule, RecordedCall, Replay, unused_parameters
 from inrun.layers.layout import Layout
-from inrun.layers.merged import Merged, MergedAsk, MergedCall
+from inrun.layers.merged import Merged, MergedAsk, MergedCall, MergedOwned
 from inrun.layers.opaque import OwnedOpaque, TappedOpaque, key_of
 from inrun.layers.packed import Packed, PackedReplay, Packing, add_up, packed
 from inrun.layers.read_gradients import ReadRule
@@ -33,6 +33,7 @@ __all__ = [
     "Merged",
     "MergedAsk",
     "MergedCall",
+    "MergedOwned",
     "Outer",
     "Output",
     "Owned",

@@ -87,14 +87,17 @@ def backward(trace: Trace, w: cells.Weights, reverse: bool, b: Tensor | None, dh
     t, n, size = trace.tanh.shape
     i, f, o, g = trace.gates.unbind(2)
     tanh = trace.tanh
-    opened = trace.gates[:, :, :3]
-    slopes = torch.addcmul(opened, opened, opened, value=-1)
     known = torch.empty_like(trace.gates)  # in the order of the weights: i, f, g, o
-    torch.mul(slopes[:, :, 0], g, out=known[:, :, 0])
-    torch.mul(slopes[:, :, 1], trace.cells_before, out=known[:, :, 1])
-    torch.addcmul(i, i * g, g, value=-1, out=known[:, :, 2])
-    torch.mul(slopes[:, :, 2], tanh, out=known[:, :, 3])
-    to_cell = torch.addcmul(o, o * tanh, tanh, value=-1)
+    d_i, d_f, d_g, d_o = known.unbind(2)
+    # i(1−i)g = ig − i(ig), and i(1−g²) = i − (ig)g: products that two of them share are made once, in one buffer.
+    product = i * g
+    torch.addcmul(product, i, product, value=-1, out=d_i)
+    torch.addcmul(i, product, g, value=-1, out=d_g)
+    torch.mul(f, trace.cells_before, out=product)
+    torch.addcmul(product, f, product, value=-1, out=d_f)
+    torch.mul(o, tanh, out=product)
+    torch.addcmul(product, o, product, value=-1, out=d_o)
+    to_cell = torch.addcmul(o, product, tanh, value=-1)
     # Laid out by sample, as the batched products that follow want it.
     d = trace.gates.new_empty(n, t, 4, size).transpose(0, 1)
     timed = None if b is None else b.flip(0) if reverse else b

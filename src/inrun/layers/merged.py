@@ -7,11 +7,19 @@ and the training rows are contracted with v = gain ∘ V right there, or in *gra
 
     ⟨g_n, g_j⟩ = Σ_{t,t'} (x_nt · x_jt') (y_nt · y_jt')
 
-Where a parameter has more than one use, V of one use is not ∇ℓ: training rows are kept, and V leaves as a probe's gradient.
+Where a parameter has more than one use, V of one use is not ∇ℓ: training rows are kept, and V leaves as a probe's gradient. A head
+that is tied to a token table keeps little: the look-ups' part of ∇ℓ is 0 but in the rows R of the validation rows' tokens,
+
+    ⟨g_n, v⟩ = ⟨g_n, gain ∘ V_head⟩ + ⟨g_n[R], (gain ∘ V_table)[R]⟩
+
+so that the first term is contracted at once, and only rows R of g_n wait for the second.
+
+Layers whose forward and backward a rule owns (``Owner``) run as :class:`MergedOwned`, without copies of outputs or their gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +44,15 @@ class MergedAsk:
     #: A gain ``[1, *shape]`` comes with it; without one v = V.
     has_gain: bool = False
     kept_as: type[GradientShape] | None = None
+    #: Rows R ``[r]`` come with it, and those rows of the training rows' gradients are kept beside the contraction, in this shape.
+    rows_as: type[GradientShape] | None = None
     #: V leaves.
     leaves: bool = False
+
+    @property
+    def given(self) -> int:
+        """Return how many tensors come with it."""
+        return self.has_gain + (self.rows_as is not None)
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,11 @@ class MergedCall:
     expands: bool = False
     batch_of_one: bool = False
     turn: str = ""
+
+    @property
+    def given(self) -> int:
+        """Return how many tensors come with all asks: gains and rows, before the probes."""
+        return sum(ask.given for ask in self.asks)
 
     def gradients(self, inputs: tuple[Tensor, ...], b: Tensor) -> dict[str, GradientShape]:
         """Map inputs and output gradient of all rows to the shapes of their gradients."""
@@ -100,18 +120,25 @@ def can_gram(shape: GradientShape) -> bool:
     return isinstance(shape, Outer)
 
 
+def _check_once() -> None:
+    """Raise in a backward that is differentiated itself."""
+    if torch.is_grad_enabled():
+        raise StepError(
+            "backward(create_graph=True) in a merged step: gradients of gradients are not told apart into training and "
+            "validation rows. Give the Accountant validation= and open steps without merged=."
+        )
+
+
 class Merged(torch.autograd.Function):
     """The identity on the output of a layer that ran with detached parameters; its backward has all that they are owed."""
 
     @staticmethod
     def forward(ctx: Any, call: MergedCall, buffers: dict[str, Tensor], out: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        """Pass ``out`` on; ``tensors``: ``count`` inputs of the layer, one parameter per ask, gains, probes."""
-        asks = call.asks
-        gains = sum(ask.has_gain for ask in asks)
-        start = count + len(asks)
-        ctx.call, ctx.buffers, ctx.inputs, ctx.gains = call, buffers, count, gains
+        """Pass ``out`` on; ``tensors``: ``count`` inputs of the layer, one parameter per ask, gains and rows, probes."""
+        start = count + len(call.asks)
+        ctx.call, ctx.buffers, ctx.inputs = call, buffers, count
         ctx.dtypes = tuple(p.dtype for p in tensors[count:start])
-        ctx.save_for_backward(*tensors[:count], *tensors[start : start + gains])
+        ctx.save_for_backward(*tensors[:count], *tensors[start : start + call.given])
         if call.expands:
             rows = call.n + call.m
             return (out if call.batch_of_one else out.unsqueeze(0)).expand(rows, *out.shape[call.batch_of_one :])
@@ -122,33 +149,72 @@ class Merged(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Pass the gradient on; return the training rows' gradient for the parameters, and what was asked for."""
         (b,), call = grads, ctx.call
-        if torch.is_grad_enabled():
-            raise StepError(
-                "backward(create_graph=True) in a merged step: gradients of gradients are not told apart into training and "
-                "validation rows. Give the Accountant validation= and open steps without merged=."
-            )
+        _check_once()
         saved = ctx.saved_tensors  # once: a checkpoint hands them out once
-        inputs, gains = saved[: ctx.inputs], iter(saved[ctx.inputs :])
         buffers, ctx.buffers = ctx.buffers, {}
-        own: list[Tensor] = []
-        leaving: list[Tensor] = []
-        with torch.no_grad(), unrounded(b):
-            shapes = call.gradients(tuple(inputs), b.detach())
-            for ask, dtype in zip(call.asks, ctx.dtypes, strict=True):
-                gain = next(gains) if ask.has_gain else None
-                total, probes = _answer(call, ask, shapes[ask.name], gain, buffers.get(ask.name))
-                own.append(total.to(dtype))
-                leaving += probes
+        own, leaving = _answers(call, tuple(saved[: ctx.inputs]), b, saved[ctx.inputs :], buffers)
         passed = b.sum(0, keepdim=call.batch_of_one) if call.expands else b
-        return (None, None, passed, None, *([None] * ctx.inputs), *own, *([None] * ctx.gains), *leaving)
+        totals = [total.to(dtype) for total, dtype in zip(own, ctx.dtypes, strict=True)]
+        return (None, None, passed, None, *([None] * ctx.inputs), *totals, *([None] * call.given), *leaving)
+
+
+class MergedOwned(torch.autograd.Function):
+    """A layer whose forward and backward are its rule's own, for rows of both kinds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: MergedCall, buffers: dict[str, Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *asked: Tensor
+    ) -> Tensor:
+        """Run the layer; ``asked`` are gains and rows, then the probes."""
+        assert call.rule.owner is not None
+        out, saved = call.rule.owner.run(call.constants, x, weight, bias)
+        ctx.call, ctx.buffers = call, buffers
+        ctx.save_for_backward(weight, *asked[: call.given], *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the input's gradient, the training rows' gradient for the parameters, and what was asked for."""
+        b, call = grads[0].contiguous(), ctx.call
+        _check_once()
+        weight, *rest = ctx.saved_tensors
+        saved = tuple(rest[call.given :])
+        grad_x = call.rule.owner.input_gradient(call.constants, saved, weight, b) if ctx.needs_input_grad[2] else None
+        buffers, ctx.buffers = ctx.buffers, {}
+        own, leaving = _answers(call, saved, b, rest[: call.given], buffers)
+        totals = {ask.name: total.to(weight.dtype) for ask, total in zip(call.asks, own, strict=True)}
+        return (None, None, grad_x, totals.get("weight"), totals.get("bias"), *([None] * call.given), *leaving)
+
+
+def _answers(
+    call: MergedCall, inputs: tuple[Tensor, ...], b: Tensor, given: Sequence[Tensor], buffers: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the training rows' gradients of the parameters that are asked for, and the probes' gradients."""
+    own: list[Tensor] = []
+    leaving: list[Tensor] = []
+    remaining = iter(given)
+    with torch.no_grad(), unrounded(b):
+        shapes = call.gradients(inputs, b.detach())
+        for ask in call.asks:
+            gain = next(remaining) if ask.has_gain else None
+            rows = next(remaining) if ask.rows_as is not None else None
+            total, probes = _answer(call, ask, shapes[ask.name], gain, rows, buffers.get(ask.name))
+            own.append(total)
+            leaving += probes
+    return own, leaving
 
 
 def _answer(
-    call: MergedCall, ask: MergedAsk, rows: GradientShape, gain: Tensor | None, buffer: Tensor | None
+    call: MergedCall,
+    ask: MergedAsk,
+    gradients: GradientShape,
+    gain: Tensor | None,
+    rows: Tensor | None,
+    buffer: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the training rows' gradient of one parameter, and its probes' gradients."""
-    training, validation = rows.samples(0, call.n), rows.samples(call.n, call.n + call.m)
-    in_gram = ask.form == "gram" and can_gram(rows)
+    training, validation = gradients.samples(0, call.n), gradients.samples(call.n, call.n + call.m)
+    in_gram = ask.form == "gram" and can_gram(gradients)
     v = None if in_gram and not ask.leaves else call.validation_gradient(validation)
     leaving: list[Tensor] = []
     if ask.kept_as is not None:
@@ -169,6 +235,9 @@ def _answer(
             total = training.total()
             c = training.contract_by_rows(direction) if ask.by_rows else training.contract(direction)
         leaving.append(c)
+    if ask.rows_as is not None:
+        assert rows is not None
+        leaving += [part.detach() for part in training.at_rows(rows).keep(ask.rows_as).parts()]
     if ask.leaves:
         assert v is not None
         leaving.append(v)

@@ -60,6 +60,10 @@ class GradientShape:
         """Return the gradients of some samples, without a copy."""
         raise CoverageError(f"gradients of the shape {type(self).__name__} are not told apart into training and validation rows")
 
+    def at_rows(self, rows: Tensor) -> GradientShape:
+        """Return the gradients of some rows of the parameter alone, ``rows`` ``[r]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not leave rows of its parameter out")
+
     def form(self) -> Tensor:
         """Return g_n, ``[n, *shape]``; large, for sketches of what is small and for tests."""
         raise NotImplementedError
@@ -168,6 +172,11 @@ class Outer(GradientShape):
     def samples(self, first: int, end: int) -> GradientShape:
         """Some rows of both factors."""
         return Outer(self.x[first:end], self.y[first:end])
+
+    def at_rows(self, rows: Tensor) -> GradientShape:
+        """Some features of x, picked position by position: along a middle dimension that takes several times as long."""
+        n, t = self.x.shape[:2]
+        return Outer(self.x.reshape(n * t, -1).index_select(1, rows).view(n, t, -1), self.y)
 
     def contract(self, v: Tensor) -> Tensor:
         """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward."""
@@ -393,7 +402,10 @@ def shared_outer(
         none = None if signs is None else x.new_zeros(0, p * q // segment)
         return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
     # As many as stay in the nearest large cache; of larger weights a few, since a batched product of one is slow.
-    fit = max(CACHE_BYTES // max(total.nbytes, 1), min(8, SCRATCH_BYTES // max(total.nbytes, 1)))
+    fit = CACHE_BYTES // max(total.nbytes, 1)
+    # Row by row the contraction is a pass of its own, which should find the sums in the cache.
+    if not by_rows or fit < 2:
+        fit = max(fit, min(8, SCRATCH_BYTES // max(total.nbytes, 1)))
     chains = max(1, min(n, n if most is None else most, fit))
     # A sketch needs scratch memory of its own while the sums run.
     running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")

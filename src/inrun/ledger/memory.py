@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +13,21 @@ import pyarrow as pa
 
 from inrun.errors import LedgerError
 from inrun.ledger.about import credit_of
+from inrun.ledger.answers import answer
 from inrun.ledger.buffer import CheckedStep, with_extra
 from inrun.ledger.labels import set_of
+from inrun.ledger.live import MemoryReader
 from inrun.ledger.memory_scores import Credited, sum_up, uses_of
 from inrun.ledger.record import SettledCredits, StepRecord
+from inrun.ledger.samples import as_samples_table
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, SCORES
+from inrun.ledger.scores import Names
 from inrun.ledger.settled import SettledSteps, check_settlement, credit_table
 from inrun.ledger.writer import Ledger
+from inrun.notebook import marked
+
+if TYPE_CHECKING:
+    from inrun.figures import Plots
 
 
 class MemoryLedger:
@@ -39,6 +47,7 @@ class MemoryLedger:
         self._credits: list[SettledCredits] = []
         self._settled = SettledSteps()
         self._at_step = 0
+        self._samples: pa.Table | None = None
 
     def write(self, record: StepRecord) -> None:
         """Add one step, and the credits that were settled when it was finished."""
@@ -91,15 +100,51 @@ class MemoryLedger:
             parts.append(pa.table({**columns, "value": found.value, "pending": found.pending}))
         return pa.concat_tables(parts) if parts else CONTRIBUTIONS.empty_table().rename_columns({"contribution": "value"})
 
-    def scores(self, *, open_credits: Sequence[SettledCredits] = ()) -> pa.Table:
+    def register_samples(self, data: Any, *, text_preview: int = 400) -> int:
+        """Add sample metadata, as :meth:`inrun.Ledger.register_samples` does; returns the number of rows."""
+        table = as_samples_table(data, self._samples, text_preview)
+        known = [] if self._samples is None else [self._samples]
+        self._samples = pa.concat_tables([*known, table], promote_options="default")
+        return table.num_rows
+
+    def samples(self) -> pa.Table | None:
+        """Return the samples table, or None if none was registered."""
+        return self._samples
+
+    @property
+    def plot(self) -> Plots:
+        """Return the figures; see :attr:`inrun.ledger.LedgerReader.plot`."""
+        return MemoryReader(self).plot
+
+    def scores(
+        self,
+        validation: Names = None,
+        view: str = "plain",
+        *,
+        top: int | None = None,
+        bottom: int | None = None,
+        by: str | None = None,
+        open_credits: Sequence[SettledCredits] = (),
+    ) -> pa.Table:
         """Return one row per sample and validation set; sets in the order they were first written, samples by id.
 
         ``score`` is the sum over uses of the settled credit, or of the contribution where none is settled; of a set in folds it is
-        their mean, and ``standard_error`` tells its error. See :meth:`inrun.ledger.LedgerReader.scores`.
+        their mean, and ``standard_error`` tells its error. See :meth:`inrun.ledger.LedgerReader.scores`, which has the arguments.
 
         Args:
+            validation: A set, several, or None for all.
+            view: How a use is seen. Where this or what follows is given, sets are ordered by name.
+            top: Only the so many highest scores of every set.
+            bottom: Only the so many lowest.
+            by: A column of the registered samples to add up by.
             open_credits: Credit so far of windows that are open; it takes the place of the contributions and counts as pending.
         """
+        if (validation, view, top, bottom, by) == (None, "plain", None, None, None):
+            return marked(self._every_score(open_credits), "scores")
+        with MemoryReader(self, open_credits).tables() as tables:
+            return answer(tables, validation, view, top=top, bottom=bottom, by=by)
+
+    def _every_score(self, open_credits: Sequence[SettledCredits]) -> pa.Table:
         given = [check_settlement(s) for s in open_credits]
         credited = [Credited(s, False) for s in self._credits] + [Credited(s, True) for s in given if s.step not in self._settled]
         sets: dict[str, list[str]] = {}
@@ -119,6 +164,8 @@ class MemoryLedger:
         if (path / "run.json").exists():
             raise LedgerError(f"{path} holds a run already; give a new folder")
         with Ledger(path, flush_every="1h", about={**self.about, **about}) as ledger:
+            if self._samples is not None:
+                ledger.register_samples(self._samples, text_preview=0)
             for record in self._records:
                 ledger.write(replace(record, settled=()))
             ledger.settle(self._credits)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from inrun.errors import LedgerError
 from inrun.ledger.about import read_about
+from inrun.ledger.answers import answer
 from inrun.ledger.manifest import FOLDER, TABLES, Chain, Part, survey
 from inrun.ledger.parts import complete_rows, flaw_of, read_part
 from inrun.ledger.ranks import complete_steps
 from inrun.ledger.record import SettledCredits
 from inrun.ledger.saved import is_old_save, old_files
 from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
-from inrun.ledger.scores import Names, score_table
+from inrun.ledger.scores import Names
 from inrun.ledger.tables import Tables, connect
+
+if TYPE_CHECKING:
+    from inrun.figures import Plots
 
 #: How often a reader looks again when a writer resumed under it: all but the last time False.
 TRIES = (*[False] * 20, True)
@@ -142,7 +147,16 @@ class LedgerReader:
         tables = self._load("samples")
         return pa.concat_tables(tables, promote_options="default") if tables else None
 
-    def scores(self, validation: Names = None, view: str = "plain", *, open_credits: Sequence[SettledCredits] = ()) -> pa.Table:
+    def scores(
+        self,
+        validation: Names = None,
+        view: str = "plain",
+        *,
+        top: int | None = None,
+        bottom: int | None = None,
+        by: str | None = None,
+        open_credits: Sequence[SettledCredits] = (),
+    ) -> pa.Table:
         """Return one row per sample and validation set, ordered by validation set, then sample; the same bits on every call.
 
         ``score`` is the sum over uses, in double precision, of the settled credit, or of the contribution where none is settled (of
@@ -153,12 +167,23 @@ class LedgerReader:
         Args:
             validation: A set, several, or None for all.
             view: How a use is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+            top: Only the so many highest scores of every set, with what is registered of these samples; the highest first.
+            bottom: Only the so many lowest, the lowest first. With ``top`` both ends, from the highest down, no sample twice.
+            by: A column of the registered samples: one row per ``group`` and set, with the figures of ``inrun groups``; ``top`` and
+                ``bottom`` then choose groups, by ``total``.
             open_credits: Credit so far of windows that are open. It takes the place of the contributions and counts as pending;
                 where a use is settled, the settled credit stands.
         """
         with self.tables() as tables:
             tables.overlay(open_credits)
-            return score_table(tables, validation, view)
+            return answer(tables, validation, view, top=top, bottom=bottom, by=by)
+
+    @property
+    def plot(self) -> Plots:
+        """Return the figures: ``plot.groups()``, ``.samples()``, ``.over_time()``, ``.agreement(a, b)``, ``.books()``."""
+        from inrun.figures import Plots
+
+        return Plots(lambda: self)
 
     @contextmanager
     def tables(self, memory_limit: str | None = None) -> Iterator[Tables]:

@@ -85,6 +85,27 @@ class Tables:
             show_credits(self.connection, self._pending, credit_table([check_settlement(s) for s in open_credits]))
             self.whole = True
 
+    def take_together(self, units: pa.Table, described: pa.Table) -> None:
+        """Let several samples count as one: the uses of a unit are those of its samples.
+
+        Args:
+            units: ``sample_id`` and the ``unit`` it belongs to; uses of other samples are left out.
+            described: What is known of units, in the place of ``samples``: ``sample_id`` is the unit.
+        """
+        con = self.connection
+        con.from_arrow(units).create_view("given_units", replace=True)
+        con.execute("CREATE TEMP TABLE units AS SELECT sample_id, unit FROM given_units")
+        rest = {"uses": "validation, value, error, pending", "contributions": "validation, contribution"}
+        for view, columns in rest.items():
+            rows = f"SELECT step, unit AS sample_id, {columns} FROM {view} JOIN units USING (sample_id)"  # noqa: S608 - our own names
+            con.execute(f"CREATE TEMP TABLE {view}_of_units AS {rows}")
+        con.execute("DROP VIEW uses; DROP VIEW contributions")
+        for view in rest:
+            con.execute(f"CREATE TEMP VIEW {view} AS SELECT * FROM {view}_of_units")  # noqa: S608
+        con.execute("DROP VIEW samples")
+        con.from_arrow(described).create_view("samples")
+        self.columns = list(described.column_names)
+
     def _offer(self, table: str, schema: pa.Schema, view: str | None = None) -> list[str]:
         """Make a view over the files of a table, with its name or another; return its columns, none if it has no files."""
         view = view or table
@@ -177,9 +198,21 @@ def some(names: Sequence[str], most: int = 12) -> str:
     return (shown or "none") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def _hide_progress_bar(connection: Any) -> None:
+    """Turn DuckDB's own bar off where it is on: it would be drawn on standard output, into JSON and CSV.
+
+    It is not touched where it is off: a notebook without ipywidgets raises at any change of it.
+    """
+    if connection.execute("SELECT current_setting('enable_progress_bar')").fetchall()[0][0]:
+        connection.execute("SET enable_progress_bar = false")
+
+
 @contextmanager
-def connect(run: Run, memory_limit: str | None = None) -> Iterator[Tables]:
-    """Open the tables of a run for queries; what DuckDB has against it becomes a LedgerError."""
+def connect(run: Run, memory_limit: str | None = None, kind: type[Tables] | None = None) -> Iterator[Tables]:
+    """Open the tables of a run (of a ``kind`` of their own, for books that are not on disk) for queries.
+
+    What DuckDB has against it becomes a LedgerError.
+    """
     import duckdb
 
     with tempfile.TemporaryDirectory(prefix="inrun-") as folder:
@@ -192,8 +225,8 @@ def connect(run: Run, memory_limit: str | None = None) -> Iterator[Tables]:
         }
         connection = duckdb.connect(":memory:", config=config)
         try:
-            connection.execute("SET enable_progress_bar = false")  # it would be drawn on standard output, into JSON and CSV
-            yield Tables(run, connection)
+            _hide_progress_bar(connection)
+            yield (kind or Tables)(run, connection)
         except duckdb.OutOfMemoryException as error:
             raise LedgerError(
                 f"{str(run.path)!r}: the question needs more than {memory_limit or MEMORY_LIMIT} of memory, or more room than "

@@ -264,7 +264,8 @@ def _gain(inputs: Any, scratch: Tensor, eps: float, entering: float, drags: floa
     """Write gain and D₀ of one chunk into the first two rows of ``scratch``, ``[4, size]``.
 
     ``careful`` looks whether the two terms nearly cancel in some entry, or numbers get too small: rounding would then be
-    more than 1e-6 of that entry in single precision, and the answer is False.
+    more than 1e-6 of that entry in single precision. Such entries are done again in double precision; where that is more than
+    an eighth of the chunk, the answer is False.
     """
     g, m, s = inputs
     gain, d0, r1, product = scratch
@@ -274,9 +275,18 @@ def _gain(inputs: Any, scratch: Tensor, eps: float, entering: float, drags: floa
     torch.add(d0, r1, out=product)
     product.mul_(d0.add_(eps))
     torch.mul(m, g, out=gain).div_(product).mul_(drags)
+    rough: Tensor | None = None
     if careful and not (float(gain.amax()) < 0.7 and float(product.amin()) > 1e-30):
-        return False
+        # Not "too large or too small": neither is true of what is no number.
+        rough = torch.nonzero(((gain < 0.7) & (product > 1e-30)).logical_not_()).flatten()
+        if rough.numel() > gain.numel() // 8:
+            return False
     gain.neg_().add_(1.0).mul_(first).div_(r1.add_(eps))
+    if rough is not None:
+        again = torch.empty(4, len(rough), dtype=torch.float64, device=gain.device)
+        _gain([x.index_select(0, rough).double() for x in inputs], again, eps, entering, drags, first, careful=False)
+        for wide, found in zip(again[:2], (gain, d0), strict=True):
+            found.index_copy_(0, rough, wide.to(found.dtype))
     return True
 
 

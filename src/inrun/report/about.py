@@ -84,10 +84,22 @@ def citation(about: dict[str, Any]) -> str:
 }}"""
 
 
+def drop_command(run: str, name: str, sets: int, folds: int) -> tuple[str, str]:
+    """Return the command that drops what is below zero for a validation set, with what it does."""
+    chosen = f" -v {shlex.quote(name)}" if sets > 1 else ""
+    clear = (
+        "clearly below zero (by more than two standard errors)"
+        if folds > 1
+        else "below zero (without folds, whether clear of it or not)"
+    )
+    told = f"write what to keep and what to drop, whole documents where the run knows them, with a card; dropped is what is {clear}"
+    return f"inrun curate {shlex.quote(run)} --out curated{chosen}", told
+
+
 def next_commands(run: str, columns: list[str], sets: list[str]) -> list[tuple[str, str]]:
     """Return commands that go on from here, each with what it does."""
     path = shlex.quote(run)
-    found = [(f"inrun curate {path} --out curated", "write the samples to keep and those to drop, with a card")]
+    found = []
     if columns:
         found.append((f"inrun groups {path} --by {shlex.quote(columns[0])} --stages 20 --csv", "these tables, as CSV"))
     owner = next((c for c in ("owner", "source") if c in columns), None)

@@ -26,24 +26,31 @@ class Distribution:
     mean: float | None
     median: float | None
     standard_error: float | None
+    #: Above zero.
+    positive: int = 0
     #: ``edges`` of the bars, and counts per bar: ``harmful``, ``unclear`` and ``helpful`` with folds, else the first and last.
     edges: list[float | None] = field(default_factory=list)
     bars: dict[str, list[int]] = field(default_factory=dict)
     #: Samples beyond the outermost edges, which the end bars hold.
     beyond: tuple[int, int] = (0, 0)
 
+    @property
+    def helpful(self) -> int:
+        """How many are clearly above zero; without folds how many are at zero or above."""
+        return sum(self.bars.get("helpful", []))
+
 
 def distribution(tables: Tables, name: str) -> Distribution:
     """Count the scores of a validation set into bars; zero is always an edge."""
     clear = f"score + {CLEAR} * standard_error < 0"
-    samples, negative, judged, clearly, mean, *places, error = tables.row(
+    samples, negative, judged, clearly, mean, *places, positive, error = tables.row(
         f"""SELECT count(*), count(*) FILTER (score < 0), count(standard_error), count(*) FILTER ({clear}), avg(score),
                    quantile_disc(score, 0.5), quantile_disc(score, {TAIL}), quantile_disc(score, {1 - TAIL}), min(score),
-                   max(score), quantile_disc(standard_error, 0.5)
+                   max(score), count(*) FILTER (score > 0), quantile_disc(standard_error, 0.5)
             FROM scored WHERE validation = $name""",
         name=name,
     )
-    found = Distribution(samples, negative, clearly if judged else None, digits(mean), digits(places[0]), digits(error))
+    found = Distribution(samples, negative, clearly if judged else None, digits(mean), digits(places[0]), digits(error), positive)
     if samples:
         _count(tables, name, found, places[1], places[2], judged > 0)
     return found

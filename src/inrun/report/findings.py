@@ -30,6 +30,8 @@ class Findings:
     samples_registered: int
     used_without_metadata: int
     text: bool
+    #: Steps with uses whose credit is not settled.
+    pending: int = 0
     #: Validation sets that are shown, each with its number of folds; how many more the run has.
     sets: dict[str, int] = field(default_factory=dict)
     more_sets: int = 0

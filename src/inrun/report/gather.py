@@ -50,6 +50,7 @@ def gather(run: LedgerReader | str | Path, *, by: str | None, top: int, text: bo
         samples_registered=counted.samples_registered,
         used_without_metadata=counted.used_without_metadata,
         text=text,
+        pending=counted.pending,
         metrics=read_metrics(reader.path),
     )
     with reader.tables() as tables:

@@ -9,15 +9,15 @@ from importlib.resources import files
 from typing import Any
 
 from inrun.errors import InrunError
-from inrun.report.about import PAPER, citation, facts, next_commands
+from inrun.report.about import PAPER, citation, drop_command, facts, next_commands
 from inrun.report.findings import Findings
 from inrun.report.panels import PANELS
 from inrun.report.payload import payload
-from inrun.report.story import account_rows, headlines, notices, remarks, run_line
+from inrun.report.story import account_rows, headlines, notices, remarks, run_line, stories
 from inrun.report.text import one_line, safe_json, visible
 
 #: In the order they run: tools, then the panels' own scripts, then what shows them all.
-TOOLS, REST = ("kit.js", "charts.js", "tables.js"), ("samples.js", "main.js")
+TOOLS, REST = ("kit.js", "export.js", "charts.js", "tables.js"), ("sample.js", "samples.js", "main.js")
 #: Plotly makes an empty style element and fills it rule by rule: the hash of nothing lets it.
 NOTHING = ""
 
@@ -51,14 +51,24 @@ def render(found: Findings, title: str | None = None) -> str:
         panels=[panel for panel in PANELS if panel.id in found.panels],
         account_rows=account_rows,
         remarks=remarks,
+        stories=stories(found),
         headlines=headlines(found),
         notices=notices(found),
         run_line=run_line(found),
         facts=facts(found.about),
         paper=PAPER,
         software=citation(found.about),
+        drops=_drops(found),
         commands=[(visible(c, 1000), what) for c, what in next_commands(found.path, found.columns, list(found.sets))],
     )
+
+
+def _drops(found: Findings) -> list[tuple[str, str]]:
+    """Return the command that drops samples, one per validation set; none where nothing was registered to write."""
+    if not found.distributions or not found.samples_registered:
+        return []
+    commands = (drop_command(found.path, name, len(found.sets), folds) for name, folds in found.sets.items())
+    return [(visible(command, 1000), what) for command, what in commands]
 
 
 def content_security_policy(scripts: list[str], styles: list[str]) -> str:

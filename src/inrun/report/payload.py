@@ -15,6 +15,7 @@ def payload(found: Findings) -> dict[str, Any]:
     """Return what the script draws. Lists per validation set are in the order of ``sets``."""
     return {
         "credit": found.credit,
+        "run": one_line(found.path.rstrip("/").rpartition("/")[2], 60),
         "sets": [one_line(name, 60) for name in found.sets],
         "folds": list(found.sets.values()),
         "loss": [b.curve for b in found.accounts],

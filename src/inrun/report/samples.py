@@ -5,15 +5,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import pyarrow as pa
 
 from inrun.ledger.tables import Tables, quoted
+from inrun.report.neighbours import add_neighbours
 from inrun.report.text import digits, one_line, safe_json, visible
 
 #: Characters of a text; bytes that all samples may take in the page; sets of duplicates, and members that are shown of each.
-MOST_TEXT, MOST_BYTES, MOST_TWINS, MOST_MEMBERS = 600, 450_000, 20, 8
+MOST_TEXT, MOST_BYTES, MOST_TWINS, MOST_MEMBERS = 600, 380_000, 20, 8
 #: Texts shorter than this are alike by chance; runs with more samples are not searched for duplicates.
 SHORTEST, MOST_SEARCHED = 12, 5_000_000
 
@@ -66,6 +68,9 @@ def samples_to_show(tables: Tables, names: list[str], columns: list[str], top: i
         places[sample_id] = len(found.samples)
         found.samples.append(rows[sample_id])
     found.left_out = len(order) - len(places)
+    # Samples at the ends come before those that are here as copies only.
+    ends = [places[i] for i in dict.fromkeys(i for ids in zip_longest(*lists) for i in ids) if i in places]
+    add_neighbours(tables, [found.samples[k] for k in ends], names, written if text else None)
     found.top, found.bottom = ([[places[i] for i in ids if i in places] for ids in wanted[end]] for end in ("top", "bottom"))
     members = [(count, [places[i] for i in ids if i in places]) for count, ids in twins]
     found.twins = [{"count": count, "members": ids} for count, ids in members if len(ids) > 1]

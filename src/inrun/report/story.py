@@ -8,7 +8,9 @@ from typing import Any
 
 from inrun.analysis.summary_page import standing_out, sums
 from inrun.report.accounts import SetAccounts
+from inrun.report.cards import FindingCard, finding_cards
 from inrun.report.distribution import Distribution
+from inrun.report.finding import Piece, cautions, sentences, tell
 from inrun.report.findings import Findings
 from inrun.report.text import aligned, counted, number, one_line, percent, signed
 
@@ -34,6 +36,24 @@ class Headline:
     value: str
     note: str
     mood: str = ""
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the page opens with, for one validation set and one column; places are -1 where there is none to choose."""
+
+    place: int
+    column: int
+    sentences: list[list[Piece]]
+    cautions: list[str]
+    cards: list[FindingCard]
+
+
+def stories(found: Findings) -> list[Story]:
+    """Return the finding of every validation set by every column; the page shows that of the chosen ones."""
+    columns = list(range(len(found.columns))) if "groups" in found.panels else [None]
+    told = [(s, c, tell(found, s, c)) for s in range(len(found.accounts)) for c in columns]
+    return [Story(s, -1 if c is None else c, sentences(t), cautions(t), finding_cards(t)) for s, c, t in told]
 
 
 def run_line(found: Findings) -> str:
@@ -98,7 +118,8 @@ def _of_set(found: Findings, accounts: SetAccounts, scores: Distribution | None,
         Headline("Samples scored", f"{found.samples_used:,}", registered),
         Headline("Optimizer steps", f"{found.steps:,}", steps),
         _loss(accounts, None if found.metrics is None else found.metrics.evaluation.get(accounts.name)),
-        *_negative(scores, folds),
+        _negative(scores, folds),
+        _fall(accounts),
         *(_credits(accounts) if found.credit == "whole" else _accounts(accounts)),
         _error(accounts),
     ]
@@ -119,19 +140,19 @@ def _loss(accounts: SetAccounts, evaluated: dict[str, list[Any]] | None) -> Head
     return Headline("Validation loss", f"{number(first)} → {number(last)}", f"{note}, {where}", "good" if change > 0 else "bad")
 
 
-def _negative(scores: Distribution | None, folds: int) -> list[Headline]:
+def _negative(scores: Distribution | None, folds: int) -> Headline:
     if scores is None or not scores.samples:
-        return [Headline("Negative samples", "not measured", "no sample was scored")]
-    share = scores.negative / scores.samples
-    found = [Headline("Negative samples", percent(share), f"{counted(scores.negative, 'sample')} raised this loss on balance")]
+        return Headline("Negative samples", "not measured", "no sample was scored")
+    share, note = scores.negative / scores.samples, f"{counted(scores.negative, 'sample')} raised this loss on balance"
     if scores.clear is None:
-        return [*found, Headline("… clear of their error", "not measured", "needs folds: inrun.folds(validation, k)")]
-    note = f"{counted(scores.clear, 'sample')} below zero by more than two standard errors ({folds} folds)"
-    return [*found, Headline("… clear of their error", percent(scores.clear / scores.samples), note)]
+        return Headline("Negative samples", percent(share), f"{note}; which are clear of their error needs folds")
+    return Headline(
+        "Negative samples", percent(share), f"{note}, {scores.clear:,} by more than two standard errors ({folds} folds)"
+    )
 
 
-def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str, str]]:
-    """Return the accounts as rows of name, what it is, loss and share of the fall; the last row is the fall."""
+def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str, str, float, float | str]]:
+    """Return the accounts as rows: name, what it is, loss and share of the fall, both again as they are; last is the fall."""
     totals = {name: value for name, value in accounts.totals.items() if value is not None}
     if accounts.fall is None:
         return []
@@ -141,7 +162,8 @@ def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str
     figures = aligned(list(totals.values()))
     shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
     words = ACCOUNTS | ({"data": ACCOUNTS["credits"], "residual": ACCOUNTS["quadrature"]} if credit == "whole" else {})
-    return [(name, words[name], figures[k], shares[k]) for k, name in enumerate(totals)]
+    parts: list[float | str] = [v / accounts.fall if accounts.fall > 0 else "" for v in totals.values()]
+    return [(name, words[name], figures[k], shares[k], totals[name], parts[k]) for k, name in enumerate(totals)]
 
 
 def remarks(accounts: SetAccounts, credit: str) -> list[str]:
@@ -172,6 +194,14 @@ def _credits(accounts: SetAccounts) -> list[Headline]:
         return [*found, Headline("Decay and inherited", "not measured", "weight decay, momentum from before scoring began")]
     note = f"weight decay, momentum from before scoring began{_of_fall(accounts, sum(rest))}"
     return [*found, Headline("Decay and inherited", signed(sum(rest)), note)]
+
+
+def _fall(accounts: SetAccounts) -> Headline:
+    """Say how far the loss fell over the steps that the accounts speak of, so that the two stand beside each other."""
+    if accounts.fall is None:
+        return Headline("Fall, audited steps", "not measured", NOT_AUDITED)
+    where = f"as measured on {accounts.audited:,} of {counted(accounts.steps, 'step')}: what the accounts add up to"
+    return Headline("Fall, audited steps", signed(accounts.fall), where)
 
 
 def _covered(accounts: SetAccounts) -> str:

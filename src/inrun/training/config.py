@@ -43,6 +43,8 @@ class Data(Part, frozen=True):
     split: str | None = "split"
     #: Documents of this split are trained on. "auto": of "train" if there is such a split, else "all" that no set takes.
     train_split: str = "auto"
+    #: ``chunks.parquet`` of `inrun curate`: of the documents, only the pieces that it keeps are trained on.
+    pieces: str | None = None
     #: Where tokens are kept between runs; None: a folder ``tokens`` beside the run's own.
     cache: str | None = None
 
@@ -155,8 +157,8 @@ class Logging(Part, frozen=True):
 
     #: Steps between lines of metrics.jsonl.
     every: Count = 10
-    #: Steps between evaluations of the validation sets, on at most so many samples of each.
-    evaluate_every: Count = 250
+    #: Steps between evaluations of the validation sets (None: an eighth of the run, at most 250), and samples of each.
+    evaluate_every: Count | None = None
     evaluate_rows: Count = 64
     tensorboard: bool = False
     #: Offline: nothing leaves the machine.
@@ -201,6 +203,11 @@ class TrainConfig(Part, frozen=True):
     logging: Logging = Logging()
     distributed: Distributed = Distributed()
     later: Later = Later()
+
+    @property
+    def evaluate_every(self) -> int:
+        """Return the steps between evaluations: short runs have some, too."""
+        return self.logging.evaluate_every or max(1, min(250, self.steps // 8))
 
     def as_yaml(self) -> str:
         """Return the whole configuration, defaults included."""

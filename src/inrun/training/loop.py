@@ -53,6 +53,8 @@ class Status:
     samples_per_second: float = math.nan
     #: How much longer a step takes than forward and backward without scores: 0.2 is a fifth longer. NaN where not measured.
     overhead: float = math.nan
+    #: Seconds of forward and backward without scores; NaN where not measured.
+    plain_seconds: float = math.nan
     #: |residual| / Σ|c_n| of the last audited step, the worst of the sets.
     residual: float = math.nan
 
@@ -294,7 +296,7 @@ class Training:
         """Return the totals of domains with the credit so far of uses that are still being paid."""
         found = {name: values.copy() for name, values in self.totals.items()}
         if self.accountant is not None:
-            self._add_settled(found, self.accountant.open_credits())
+            self._add_settled(found, self.accountant.open_credits(together=True))
         return self._of_all(found)
 
     def _of_all(self, totals: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +375,7 @@ class Training:
             self.save()
         timer, due = Timer(c.batch.size), False
         while self.step < c.steps and not stopped:
-            evaluated = self.step % c.logging.evaluate_every == 0
+            evaluated = self.step % c.evaluate_every == 0
             if evaluated:
                 self.status.validation = self.evaluate()
                 timer.compare_with(self.plain_seconds())
@@ -382,6 +384,7 @@ class Training:
             self.step += 1
             self.status.step = self.step
             self.status.samples_per_second, self.status.overhead = timer.samples_per_second, timer.overhead
+            self.status.plain_seconds = timer.plain_seconds
             if evaluated or self.step % c.logging.every == 0 or self.step == c.steps:
                 row = self._row(evaluated)
                 if metrics is not None:

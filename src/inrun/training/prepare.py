@@ -16,7 +16,7 @@ from inrun.corpus.chunks import Chunks, select
 from inrun.corpus.documents import Fields, Problems, read_documents
 from inrun.corpus.store import TokenStore, build_store
 from inrun.corpus.tokenizers import ABOUT, Tokenizer, load_tokenizer, make_tokenizer
-from inrun.errors import ConfigurationError
+from inrun.errors import ConfigurationError, DataError
 from inrun.ledger import Ledger
 from inrun.training.config import TrainConfig, ValidationSet
 from inrun.training.order import Ids, draw
@@ -108,7 +108,10 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
     validation, taken = {}, np.zeros(store.count, bool)
     for name, settings in config.validation.items():
         if settings.paths:
-            other = build_store([Path(p) for p in settings.paths], fields, tokenizer, cache, tell)
+            try:
+                other = build_store([Path(p) for p in settings.paths], fields, tokenizer, cache, tell)
+            except (ConfigurationError, DataError) as error:
+                raise type(error)(f"validation set {name!r} ({', '.join(settings.paths)}): {error}") from error
             _check_apart(name, store, other)
             validation[name] = _held(name, settings, other, select(other, settings.split, settings.where), config)
         else:
@@ -119,6 +122,10 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
     split = _train_split(config, store)
     mine[select(store, split, {})] = True
     chunks = Chunks(store, config.model.context, np.flatnonzero(mine & ~taken))
+    if config.data.pieces is not None:
+        from inrun.training.curated import kept_pieces
+
+        chunks.ids = np.intersect1d(chunks.ids, kept_pieces(Path(config.data.pieces), store, config))
     if not len(chunks):
         raise ConfigurationError(
             f"no document is left to train on: {store.count} were read, {int(taken.sum())} belong to validation sets"
@@ -149,7 +156,13 @@ def _train_split(config: TrainConfig, store: TokenStore) -> str | None:
 def _held(name: str, settings: ValidationSet, store: TokenStore, documents: np.ndarray, config: TrainConfig) -> Held:
     chunks = Chunks(store, config.model.context, documents)
     if not len(chunks):
-        raise ConfigurationError(f"validation set {name!r} is empty: no document matches split={settings.split!r} {settings.where}")
+        files = ", ".join(settings.paths or config.data.paths)
+        wanted = [*([f"split {settings.split!r}"] if settings.split else []), *(f"{k} {v!r}" for k, v in settings.where.items())]
+        which = f"of {len(documents)} documents none has two tokens" if len(documents) else "no document matches"
+        raise ConfigurationError(
+            f"validation set {name!r} is empty: {which} ({' and '.join(wanted) or 'all documents'} of {files}); "
+            f"look at validation.{name} and at these files"
+        )
     ids = draw(chunks.ids, settings.limit, config.seed, name, 1 << 31)
     if len(ids) < max(settings.folds, 1):
         raise ConfigurationError(f"validation set {name!r} has {len(ids)} samples, and is to be scored in {settings.folds} folds")

@@ -68,10 +68,26 @@ def _open(
     stack.enter_context(_alone(run))
     config = _as_begun(config, run) if resume else config
     checkpoint = _begin(config, run, resume)
+    _warn_of_warmup(config)
     _check_device(job.device)
     prepared.append(prepare(config, tokenizer_of(config, run), reading))
     _check_data(checkpoint, prepared[0])
     return {"config": msgspec.to_builtins(config), "step": None if checkpoint is None else checkpoint.step}
+
+
+def _warn_of_warmup(config: TrainConfig) -> None:
+    """Say so where the learning rate never comes to what was asked for."""
+    o = config.optimizer
+    if o.warmup and o.warmup >= config.steps:
+        log.warning(
+            "inrun: optimizer.warmup is %d and the run has %d steps, so the learning rate gets to %.3g and never to "
+            "optimizer.lr=%g; a tenth of the run would be optimizer.warmup=%d",
+            o.warmup,
+            config.steps,
+            o.lr * config.steps / o.warmup,
+            o.lr,
+            config.steps // 10,
+        )
 
 
 @contextlib.contextmanager

@@ -13,11 +13,11 @@ class Timer:
 
     def __init__(self, batch: int) -> None:
         """``batch`` samples per step."""
-        self._batch, self._plain, self._mean = batch, math.nan, math.nan
+        self._batch, self.plain_seconds, self._mean = batch, math.nan, math.nan
 
     def compare_with(self, plain: float) -> None:
         """Take the seconds of forward and backward without scores."""
-        self._plain = plain
+        self.plain_seconds = plain
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -35,4 +35,4 @@ class Timer:
     @property
     def overhead(self) -> float:
         """Return how much longer a step takes than without scores: 0.2 is a fifth longer."""
-        return self._mean / self._plain - 1.0
+        return self._mean / self.plain_seconds - 1.0

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from inrun.notebook import notebook_shell
+from inrun.notebook.progress import notebook_bar
+
 Progress = Callable[[int, int], None] | bool | None
 
 
@@ -14,13 +17,16 @@ def reporting(progress: Progress, total: int, unit: str) -> Iterator[Callable[[i
     """Give a function to call with the number done.
 
     Args:
-        progress: The user's ``callable(done, total)``, True for a bar on stderr if that is a terminal, or nothing.
+        progress: The user's ``callable(done, total)``, True for a bar in a notebook or on a terminal's stderr; or nothing.
         total: Where it ends.
         unit: What is counted, for the bar.
     """
     if callable(progress):
         tell = progress
         yield lambda done: tell(done, total)
+    elif progress and notebook_shell() is not None:  # where rich wants ipywidgets, and warns without
+        with notebook_bar(unit, total) as told:
+            yield told
     elif progress and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress as Bar

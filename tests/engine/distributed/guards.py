@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from plays import sample_losses
@@ -160,6 +162,28 @@ def observed(rank: int, world: int) -> Any:
     return all(map(torch.equal, weights(True), weights(False)))
 
 
+def shown(rank: int, world: int) -> Any:
+    """Asked together in the middle of a block, scores are those that closing leaves; asked alone, the rest is not in them."""
+    folder = f"{sys.argv[4]}/shown"
+    run = Run(ledger=folder, sketch=256, audit_every=0)
+    with mock.patch("inrun.engine.credit.keeper.AT_ONCE", 2):  # blocks begin early
+        for seed in range(6):
+            run.step(own_ids(rank), seed=10 * seed + rank)
+    pending = run.accountant._run.credit.owed.steps  # type: ignore[union-attr]
+    alone, together = run.accountant.scores(), run.accountant.scores(together=True)
+    run.accountant.close()
+    torch.distributed.barrier()
+    final = run.accountant.scores()
+    largest = max(map(abs, final["score"].to_pylist()))
+
+    def off(table: Any) -> float:
+        assert table["sample_id"].to_pylist() == final["sample_id"].to_pylist() == sorted(own_ids(0) + own_ids(1))
+        pairs = zip(table["score"].to_pylist(), final["score"].to_pylist(), strict=True)
+        return max(abs(a - b) for a, b in pairs) / largest
+
+    return pending > 0, sum(together["pending"].to_pylist()) == 36, off(together) < 1e-5, off(alone) > 1e-3
+
+
 def compressed(rank: int, world: int) -> Any:
     """Gradients that are reduced in half precision are nobody's fault."""
     told = []
@@ -241,15 +265,16 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
 #: By name: what runs, and what every rank must return.
 AGREED: dict[str, tuple[Callable[[int, int], Any], Any]] = {
     "observed": (observed, True),
+    "shown": (shown, (True, True, True, True)),
     "compressed": (compressed, [None, None]),
     "not finite on one rank": (not_finite, "gradient or contributions are not finite"),
     "scaled out": (scaled_out, (None, "gradient is not finite and the optimizer did not step")),
 }
 
 
-def dying(how: str) -> Callable[[int, int], Any]:
+def dying(how: str, sharded: bool = False) -> Callable[[int, int], Any]:
     def condition(rank: int, world: int) -> Any:
-        run = Run()
+        run = sharded_run() if sharded else Run()
         run.step(own_ids(rank), seed=rank)
         began = time.monotonic()
         try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,16 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, str] | None = None) -> list[dict[str, Any]]:
+def launch(
+    name: str,
+    world: int = 2,
+    seconds: float = 100.0,
+    extra: dict[str, str] | None = None,
+    during: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+) -> list[dict[str, Any]]:
     """Run ``JOBS[name]`` of ``jobs`` (or of ``extra["JOB_MODULE"]``) in so many processes; return what each of them found.
 
-    Nobody is left behind.
+    ``during`` may do something to them while they run. Nobody is left behind.
     """
     import torch
 
@@ -32,8 +40,10 @@ def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, s
             for rank in range(world):
                 command = [sys.executable, str(HERE / "job.py"), name, str(rank), str(world), folder]
                 log = open(Path(folder) / f"log{rank}", "w")  # noqa: SIM115
-                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+                processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
                 log.close()
+            if during is not None:
+                during(processes)
             until = time.monotonic() + seconds
             codes = []
             for process in processes:
@@ -46,12 +56,33 @@ def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, s
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+            orphans = [end_session(process.pid) for process in processes]
         found = []
         for rank, code in enumerate(codes):
             path = Path(folder) / f"found{rank}.pt"
             log = (Path(folder) / f"log{rank}").read_text()
-            found.append({"code": code, "log": log, **(torch.load(path, weights_only=False) if path.exists() else {})})
+            found.append(
+                {
+                    "code": code,
+                    "log": log,
+                    "orphans": orphans[rank],
+                    **(torch.load(path, weights_only=False) if path.exists() else {}),
+                }
+            )
         return found
+
+
+def end_session(leader: int, seconds: float = 5.0) -> bool:
+    """Wait for what a process left behind, and end it; whether there was something to end."""
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            os.killpg(leader, 0)
+            time.sleep(0.05)
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main(name: str, rank: int, world: int, folder: str) -> None:

@@ -151,8 +151,26 @@ SHARDED = [
 ]
 
 
+#: Long enough for steps that owe to older uses what they pay later.
+LONG = [
+    Play(
+        "fsdp whole, in blocks",
+        {"sketch": 256, "audit_every": 0},
+        wrap=sharded(),
+        steps=27,
+        optimizer=sgd,
+        sizes=((2, 1),),
+        model=one_block,
+        padded=True,
+    )
+]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 SINGLE = functools.partial(tiny, dtype=torch.float32)
+#: In single precision, as people train.
+IN_SINGLE = [
+    Play("whole, float32", {"sketch": 256}, model=SINGLE, steps=4),
+    Play("first, float32", {"method": "first"}, model=SINGLE, steps=5),
+]
 #: In these, figures are those of rounded weights.
 ROUNDED = [
     Play("fsdp first, bfloat16", {"method": "first"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
@@ -175,12 +193,13 @@ def played(plays: list[Play]) -> dict[str, Callable[[int, int], Any]]:
 
 
 JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
-    "ddp": played(PLAYS),
+    "ddp": played(PLAYS + IN_SINGLE),
     "compiled": played(COMPILED),
     "fsdp": played(SHARDED + ROUNDED),
-    "fsdp compiled": played(BLOCKWISE),
+    "fsdp compiled": played(BLOCKWISE + LONG),
     "four": {p.name: functools.partial(play_part, p, of=4) for p in FOUR},
 }
-BY_NAME = {p.name: p for p in (*PLAYS, *COMPILED, *SHARDED, *ROUNDED, *BLOCKWISE, *FOUR)}
+BY_NAME = {p.name: p for p in (*PLAYS, *IN_SINGLE, *COMPILED, *SHARDED, *ROUNDED, *BLOCKWISE, *LONG, *FOUR)}
 JOBS["guards"] = {name: run for name, (run, _) in (*GUARDS.items(), *AGREED.items())}
 JOBS |= {f"dies {how}": {"dies": dying(how)} for how in ("in the forward", "before the optimizer", "sleeps")}
+JOBS["dies, sharded"] = {"dies": dying("in the forward", sharded=True)}

@@ -163,7 +163,10 @@ def train(play: Play, rank: int, world: int, of: int, books: Books, before: Any,
                 "bytes": accountant.communication.payload,
             }
         )
+    shown = Books()
+    shown.settle(accountant.open_credits(together=True))
     state = {
+        "shown": shown.scores,
         "accountant": accountant.state_dict(),
         "model": {k: full(x) for k, x in model.state_dict().items()},
         "optimizer": optimizer.state_dict(),
@@ -194,6 +197,7 @@ def play_part(play: Play, rank: int, world: int, of: int = 2) -> dict[str, Any]:
         "scores": [(i, v, s) for (i, v), s in books.scores.items()],
         "errors": books.errors,
         "weights": list(state["model"].values()),
+        "shown": state["shown"],
     }
 
 
@@ -241,7 +245,21 @@ def assembled(found: list[dict[str, Any]], play: Play) -> dict[str, Any]:
         for i, name, score in x["scores"]:
             scores[i, name] = scores.get((i, name), 0.0) + score
     errors = sorted(e for x in found for e in x["errors"])
-    return {**found[0], "steps": steps, "scores": [(i, v, s) for (i, v), s in scores.items()], "errors": errors}
+    shown: dict[tuple[int, str], float] = {}
+    for x in found if steps[-1]["world"] > 1 else found[:1]:
+        for key, score in x["shown"].items():
+            shown[key] = shown.get(key, 0.0) + score
+    return {**found[0], "steps": steps, "scores": [(i, v, s) for (i, v), s in scores.items()], "errors": errors, "shown": shown}
+
+
+def batch_gaps(whole: dict[str, Any], one: dict[str, Any]) -> list[float]:
+    """How far contributions of several processes are from those of one, step by step, relative to the norm of the batch's."""
+
+    def gap(a: Tensor, b: Tensor) -> float:
+        return float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(b))
+
+    pairs = zip(whole["steps"], one["steps"], strict=True)
+    return [max(gap(a["contributions"][name], b["contributions"][name]) for name in b["contributions"]) for a, b in pairs]
 
 
 FIGURES = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum", "decay", "residual", "inherited")
@@ -249,25 +267,13 @@ FIGURES = ("loss_before", "loss_after", "data", "spread", "optimizer", "momentum
 
 def differences(whole: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
     """How far figures of several processes are from those of one, relative to the largest."""
-    found = {"batch": 0.0, "contributions": 0.0, "accounts": 0.0, "clip": 0.0, "losses": 0.0, "norms": 0.0}
+    found = {"batch": max(batch_gaps(whole, one)), "contributions": 0.0, "accounts": 0.0, "clip": 0.0, "losses": 0.0, "norms": 0.0}
     for a, b in zip(whole["steps"], one["steps"], strict=True):
         assert a["ids"].tolist() == b["ids"].tolist()
         for name, expected in b["contributions"].items():
             scale = expected.abs().max()
-            gap = torch.linalg.vector_norm(a["contributions"][name] - expected) / torch.linalg.vector_norm(expected)
-            found["batch"] = max(found["batch"], float(gap))
             found["contributions"] = max(found["contributions"], float((a["contributions"][name] - expected).abs().max() / scale))
-            for figure in (
-                "loss_before",
-                "loss_after",
-                "data",
-                "spread",
-                "optimizer",
-                "momentum",
-                "decay",
-                "residual",
-                "inherited",
-            ):
+            for figure in FIGURES:
                 mine, other = (getattr(x["accounts"][name], figure, None) for x in (a, b))
                 assert (mine is None) == (other is None), figure
                 if other is not None:
@@ -283,6 +289,10 @@ def differences(whole: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
     assert set(of) == set(mine)
     size = max(abs(s) for s in of.values())
     found["scores"] = max(abs(mine[key] - of[key]) for key in of) / size
+    assert set(one["shown"]) == set(whole["shown"])
+    if one["shown"]:
+        size = max(map(abs, one["shown"].values()))
+        found["shown"] = max(abs(whole["shown"][key] - x) for key, x in one["shown"].items()) / size
     if one["errors"]:
         pairs = zip(sorted(one["errors"]), whole["errors"], strict=True)
         found["errors"] = max(abs(a - b) for a, b in pairs) / max(1e-30, *one["errors"])

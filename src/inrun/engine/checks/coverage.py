@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inrun.notebook import block, lines, table
+
+HEADER = ("parameter", "module", "rule", "form", "timing", "entries")
+#: Rows that a notebook shows, and rules that a line names.
+MOST_ROWS, MOST_RULES = 60, 6
+
 
 @dataclass(frozen=True)
 class CoverageRow:
@@ -45,7 +51,23 @@ class Coverage:
 
     def __str__(self) -> str:
         """Return the table."""
-        header = ("parameter", "module", "rule", "form", "timing", "entries")
-        cells = [header, *((r.parameter, r.module, r.rule, r.form, r.timing, f"{r.numel:,}") for r in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        cells = [HEADER, *((r.parameter, r.module, r.rule, r.form, r.timing, f"{r.numel:,}") for r in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+    def line(self) -> str:
+        """Return how much is scored, and by which rules, in a line."""
+        entries: dict[str, int] = {}
+        for parameter in {r.parameter: r for r in self.rows}.values():
+            entries[parameter.rule] = entries.get(parameter.rule, 0) + parameter.numel
+        rules = sorted(entries.items(), key=lambda entry: -entry[1])
+        named = ", ".join(f"{rule} {count:,}" for rule, count in rules[:MOST_RULES])
+        named += f" and {len(rules) - MOST_RULES} more" if len(rules) > MOST_RULES else ""
+        return f"{100 * self.scored_share:.4g} % of {sum(entries.values()):,} trainable entries are scored: {named}"
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        left = len(self.rows) - MOST_ROWS
+        rows = [(r.parameter, r.module, r.rule, r.form, r.timing, r.numel) for r in self.rows[:MOST_ROWS]]
+        more = [f"and {left} more rows; str() has all"] if left > 0 else []
+        return block("Coverage", lines([self.line()]), table(HEADER, rows), lines(more))

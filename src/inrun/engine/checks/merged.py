@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,10 +75,16 @@ def check_split(train_loss: Tensor, validation_loss: Tensor, outputs: list[Tenso
             )
 
 
-def check_scored(contributions: Tensor, rows: int) -> None:
-    """Raise if nobody scored anything: there is then no validation part (or no training part) in the loss."""
-    if contributions.numel() and not bool(contributions.any()):
-        raise ValidationError(
-            f"every sample of a merged step scored exactly 0: the loss of a merged step is train_loss(rows :n) + "
-            f"validation_loss(rows n:), and the last {rows} rows are the validation rows"
-        )
+def check_scored(contributions: Tensor, rows: int, told: bool, rates: Sequence[float | None]) -> None:
+    """Raise if nobody scored anything, unless that is right: there is then no validation or no training part in the loss.
+
+    It is right where nothing moves (a warm-up that begins at a rate of 0), and where ``step.merge`` was ``told`` both losses:
+    samples that are all masked have no gradient.
+    """
+    if told or not any(rates) or not contributions.numel() or bool(contributions.any()):
+        return
+    raise ValidationError(
+        f"every sample of a merged step scored exactly 0: the loss of a merged step is train_loss(rows :n) + "
+        f"validation_loss(rows n:), and the last {rows} rows are the validation rows. If no training row has a gradient (all are "
+        "masked), say so by step.merge(train_loss, validation_loss)."
+    )

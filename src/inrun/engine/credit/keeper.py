@@ -387,15 +387,20 @@ class WholeCredit:
         self.begun = False
         return found
 
-    def so_far(self) -> list[SettledCredits]:
-        """Return the credit so far of all open uses, as if they were settled."""
+    def so_far(self, together: bool = False) -> list[SettledCredits]:
+        """Return the credit so far of all open uses, as if they were settled.
+
+        ``together`` tells that all processes ask. Otherwise none is asked: what is still to be spread over the rows of all in the
+        open block is then left out.
+        """
         if not self.open or self.columns is None:
             return []
-        errors = self.store.errors(len(self.open), len(self.columns), None)
+        errors = self.store.errors(len(self.open), len(self.columns), self.processes if together else None)
         paid = self.memory.shares_paid()
         open_ = self.open
-        if self.owed.steps:  # anyone may ask, so no other process is
-            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, self._owed_parts(alone=True)[0], strict=True)]
+        if self.owed.steps:
+            parts, _ = self._owed_parts(alone=not together)
+            open_ = [replace(o, credit=o.credit + part) for o, part in zip(open_, parts, strict=True)]
         return [_settled(o, e, float(p), self.columns) for o, e, p in zip(open_, errors, paid, strict=True)]
 
     def expected(self, entry: Any, move: WholeMove) -> tuple[int, int]:

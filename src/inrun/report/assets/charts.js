@@ -64,6 +64,15 @@ const line = (x, y, color, more = {}) => {
   return { type: "scatter", mode: x.length < 25 ? "lines+markers" : "lines", x, y, line: { color, width, dash }, marker: { color, size: 6 }, ...rest };
 };
 
+// One range of steps for the loss and the accounts, so that the two can be held against each other.
+function span() {
+  const steps = [...data.loss.map((curve) => curve.step), ...data.books.map((books) => books.curve.step ?? []), data.metrics?.training?.step ?? [], ...(data.metrics?.evaluation ?? []).map((curve) => curve.step)].flat();
+  if (!steps.length) return {};
+  const [low, high] = [Math.min(...steps), Math.max(...steps)];
+  const room = Math.max((high - low) * 0.02, 0.5);
+  return { range: [low - room, high + room] };
+}
+
 function drawLoss() {
   const items = [];
   const training = data.metrics?.training;
@@ -82,12 +91,14 @@ function drawLoss() {
   if (!items.length) return none("loss", "No validation loss was recorded.");
   const evaluated = (data.metrics?.evaluation ?? []).find((curve) => curve.name === data.sets[state.set]);
   const at = (evaluated ?? data.loss[state.set]).loss;
-  const said = at.length ? `The loss on ${data.sets[state.set]} went from ${number(at[0])} to ${number(at[at.length - 1])}.` : "";
-  draw("loss", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss" } }, said);
+  const audited = data.books[state.set].audited;
+  const part = audited ? ` The accounts beside it add up the falls within ${whole(audited)} audited steps only, over the same range.` : "";
+  const said = at.length ? `The loss on ${data.sets[state.set]} went from ${number(at[0])} to ${number(at[at.length - 1])}.${part}` : "";
+  draw("loss", items, { xaxis: { title: "optimizer step", ...span() }, yaxis: { title: "loss" } }, said);
 }
 
 const ACCOUNTS = [
-  ["fall", "fall of the loss", () => token("--ink"), { width: 2.4 }],
+  ["fall", "fall of the loss", () => token("--ink"), { width: 7, opacity: 0.3 }],  // wide and pale: the data often lie on it
   ["data", "data", () => colour(0), { width: 3 }],
   ["momentum", "momentum", () => colour(1), { dash: "dash" }],
   ["optimizer", "optimizer", () => colour(1), { dash: "dash" }],
@@ -115,5 +126,5 @@ function drawBooks() {
     (data.credit === "whole"
       ? "Data is the parts paid to samples for all their pushes so far; inherited is momentum from before scoring began."
       : `Momentum is made of earlier samples' pushes${role(books.curve)}.`);
-  draw("books", items, { xaxis: { title: "optimizer step" }, yaxis: { title: "loss, added up" } }, said);
+  draw("books", items, { xaxis: { title: "optimizer step", ...span() }, yaxis: { title: "loss, added up" } }, said);
 }

@@ -1,7 +1,7 @@
 "use strict";
 // Small things that everything else is made of. Text reaches the page by textContent only.
 const data = JSON.parse(document.getElementById("data").textContent);
-const state = { set: 0, column: 0, end: "top", group: "", query: "", count: 10, twins: 5 };
+const state = { set: 0, column: 0, end: "both", only: null, group: "", query: "", count: 10, twins: 5 };
 const byId = (id) => document.getElementById(id);
 // Panels register here, by id: build(section, found) adds what stays to the section, draw(found) shows what is chosen.
 const panels = {};

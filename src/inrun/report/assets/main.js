@@ -11,15 +11,25 @@ function everything() {
   drawTwins();
 }
 
+// Parts that were written for each validation set, and findings for each set and column: one of them is shown.
+function showWritten() {
+  for (const element of document.querySelectorAll(".of-set, .story")) {
+    const column = Number(element.dataset.column ?? -1);
+    element.hidden = Number(element.dataset.set) !== state.set || (column >= 0 && column !== state.column);
+  }
+}
+
 function onSet(value) {
   state.set = value;
-  state.count = PAGE;
-  for (const element of document.querySelectorAll(".of-set")) element.hidden = Number(element.dataset.set) !== value;
+  relist();
+  showWritten();
   everything();
 }
 
 function onColumn(value) {
   state.column = value;
+  state.only = null;
+  showWritten();
   for (const element of document.querySelectorAll(".column-name")) element.textContent = data.columns[value];
   fillGroups();
   drawPanels(); drawSamples(); drawTwins();
@@ -43,16 +53,30 @@ function listen(id, event, act) {
 listen("set", "change", (e) => onSet(Number(e.target.value)));
 listen("column", "change", (e) => onColumn(Number(e.target.value)));
 listen("theme", "change", (e) => onTheme(e.target.value));
-listen("end", "change", (e) => { state.end = e.target.value; state.count = PAGE; drawSamples(); });
-listen("group", "change", (e) => { state.group = e.target.value; state.count = PAGE; drawSamples(); });
-listen("search", "input", (e) => { state.query = e.target.value; state.count = PAGE; drawSamples(); });
+// From the start of the list, and all of it.
+const relist = () => { state.count = PAGE; state.only = null; };
+listen("end", "change", (e) => { state.end = e.target.value; relist(); drawSamples(); });
+listen("group", "change", (e) => { state.group = e.target.value; relist(); drawSamples(); });
+listen("search", "input", (e) => { state.query = e.target.value; relist(); drawSamples(); });
+listen("samples-back", "click", () => { relist(); drawSamples(); document.querySelector("#end input:checked").focus(); });
 listen("samples-more", "click", () => {
   const first = state.count;
   state.count += PAGE;
   drawSamples();
-  const next = byId("samples-list").children[first];
+  const next = [...document.querySelectorAll("#samples-list .samples")].map((list) => list.children[first]).find(Boolean);
   if (next) { next.setAttribute("tabindex", "-1"); next.focus(); }
 });
+// "See them": the lowest samples alone, all groups, nothing searched for.
+for (const link of document.querySelectorAll("a.see")) {
+  link.addEventListener("click", () => {
+    state.end = "bottom"; state.group = ""; state.query = "";
+    document.querySelector("#end input[value=bottom]").checked = true;
+    byId("search").value = "";
+    if (byId("group")) byId("group").value = "";
+    relist();
+    drawSamples();
+  });
+}
 listen("twins-more", "click", () => {
   const first = state.twins;
   state.twins = data.shown.twins.length;
@@ -67,6 +91,7 @@ window.addEventListener("beforeprint", () => {
   onScreen = document.documentElement.dataset.theme ?? "";
   document.documentElement.dataset.theme = "light";
   state.count = PAGE * 2;
+  for (const part of document.querySelectorAll("details")) part.open = true;
   everything();
   for (const chart of document.querySelectorAll(".js-plotly-plot")) Plotly.relayout(chart, { width: 660, height: 300, autosize: false });
 });
@@ -88,6 +113,8 @@ if (byId("search")) byId("search").value = "";
 const end = document.querySelector("#end input");
 if (end) end.checked = true;
 if (data.columns.length) fillGroups();
+if (byId("samples-takes")) byId("samples-takes").replaceWith(takes("samples", sampleRows));
+takeWritten();
 for (const [id, found] of shownPanels) panels[id].build(byId(id), found);
 everything();
 document.documentElement.dataset.ready = "yes";

@@ -7,8 +7,8 @@ from importlib import import_module
 from inrun.report.panel import Panel
 
 ORDER = (
-    "scores",
     "groups",
+    "scores",
     "agreement",
 )
 

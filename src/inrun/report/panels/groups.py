@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import stdev
 from typing import Any
 
 from inrun.analysis.queries import CLEAR
@@ -28,7 +31,7 @@ class Grouping:
     colours: int = 0
     #: Groups beyond those, gathered in the last name.
     gathered: int = 0
-    #: Per set and group: total, samples, uses, negative, clear (None without folds).
+    #: Per set and group: total, samples, uses, negative, clear and error, that of the total over the folds (None without).
     whole: list[list[dict[str, Any]]] = field(default_factory=list)
     #: Per set and coloured group (and "other"): ``total``, ``uses`` and ``new`` (samples used first) per stage.
     stages: list[list[dict[str, list[Any]]]] = field(default_factory=list)
@@ -82,7 +85,10 @@ def group_by(tables: Tables, column: str, sets: dict[str, list[str]], stages: St
     if found.gathered:
         found.names.append(f"{found.gathered:,} other groups")
     found.whole = _whole(tables, list(sets), len(found.names))
-    found.stages = _staged(tables, sets, stages, colours, colours + (count > colours))
+    added = _added(tables, sets, stages)
+    for name, row, error in _errors(added, sets):
+        found.whole[list(sets).index(name)][row]["error"] = error
+    found.stages = _staged(tables, sets, stages, added, colours, colours + (count > colours))
     return found
 
 
@@ -103,7 +109,7 @@ def _whole(tables: Tables, names: list[str], rows: int) -> list[list[dict[str, A
                    count(*) FILTER (score + {CLEAR} * standard_error < 0)
             FROM scored JOIN placed USING (sample_id) GROUP BY 1, 2"""
     ).fetchall()
-    empty: dict[str, Any] = {"total": 0.0, "samples": 0, "uses": 0, "negative": 0, "clear": None}
+    empty: dict[str, Any] = {"total": 0.0, "samples": 0, "uses": 0, "negative": 0, "clear": None, "error": None}
     found = {name: [dict(empty) for _ in range(rows)] for name in names}
     for name, row, total, samples, uses, negative, judged, clear in answer:
         found[name][row] = {
@@ -112,14 +118,40 @@ def _whole(tables: Tables, names: list[str], rows: int) -> list[list[dict[str, A
             "uses": int(uses),
             "negative": negative,
             "clear": clear if judged else None,
+            "error": None,
         }
     return [found[name] for name in names]
 
 
+#: Sum and number of the uses of a label, a row and a stage.
+_Added = dict[tuple[str, int, int], tuple[float, int]]
+
+
+def _added(tables: Tables, sets: dict[str, list[str]], stages: Stages) -> _Added:
+    """Add up uses once for all that is asked of them: no table of samples and stages is needed."""
+    rows = tables.relation(
+        f"""SELECT validation, row, {stages.sql("step")}, sum(value), count(*)
+            FROM uses JOIN placed USING (sample_id)
+            WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3""",
+        labels=[label for labels in sets.values() for label in labels],
+    ).fetchall()
+    return {(label, row, stage): (total, count) for label, row, stage, total, count in rows}
+
+
+def _errors(added: _Added, sets: dict[str, list[str]]) -> Iterator[tuple[str, int, float | None]]:
+    """Give the standard error of every total of a set in folds: how far the folds' own totals are apart, over √folds."""
+    totals: dict[tuple[int, str], float] = {}
+    for (label, row, _), (total, _) in added.items():
+        totals[row, label] = totals.get((row, label), 0.0) + total
+    for name, labels in sets.items():
+        for row in sorted({row for row, label in totals if label in labels} if len(labels) > 1 else ()):
+            yield name, row, digits(stdev(totals.get((row, label), 0.0) for label in labels) / math.sqrt(len(labels)), 3)
+
+
 def _staged(
-    tables: Tables, sets: dict[str, list[str]], stages: Stages, colours: int, groups: int
+    tables: Tables, sets: dict[str, list[str]], stages: Stages, added: _Added, colours: int, groups: int
 ) -> list[list[dict[str, list[Any]]]]:
-    """Totals are sums over uses (the mean over folds), so that no table of samples and stages is needed."""
+    """Totals are sums over uses, the mean over folds."""
     folds = {name: len(labels) for name, labels in sets.items()}
     name_of = {label: name for name, labels in sets.items() for label in labels}
     count = len(stages.first)
@@ -129,15 +161,9 @@ def _staged(
 
     found = {name: [empty() for _ in range(groups)] for name in sets}
     group = f"least(row, {colours})::INT"
-    added = tables.relation(
-        f"""SELECT validation, {group}, {stages.sql("step")}, sum(value), count(*)
-            FROM uses JOIN placed USING (sample_id)
-            WHERE list_contains($labels::VARCHAR[], validation) GROUP BY 1, 2, 3 ORDER BY 1, 2, 3""",
-        labels=[label for labels in sets.values() for label in labels],
-    ).fetchall()
     sums: dict[tuple[str, int, int], tuple[float, int]] = {}
-    for label, place, stage, total, rows in added:
-        key = (name_of[label], place, stage)
+    for (label, row, stage), (total, rows) in added.items():
+        key = (name_of[label], min(row, colours), stage)
         before = sums.get(key, (0.0, 0))
         sums[key] = (before[0] + total, before[1] + rows)
     for (name, place, stage), (total, rows) in sums.items():

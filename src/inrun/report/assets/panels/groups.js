@@ -42,11 +42,31 @@ function drawStages(found) {
   draw("stages", items, { barmode: "stack", xaxis: { title: "optimizer step" }, yaxis }, said);
 }
 
+// What helped beside what hurt: a bar per group, on either side of zero.
+function drawSides(grouping) {
+  const groups = grouping.whole[state.set].map((g, k) => ({ ...g, name: grouping.names[k] })).filter((g) => g.samples);
+  const ordered = [...groups].sort((a, b) => a.total - b.total);
+  const judged = groups.some((g) => g.error !== null);
+  const clear = (g) => !judged || Math.abs(g.total) > 2 * g.error;
+  const kinds = [["helped", colour(0), (g) => g.total > 0 && clear(g)], ["hurt", colour(5), (g) => g.total < 0 && clear(g)], ["not clear of its error", OTHER[mode()], (g) => !clear(g) || g.total === 0]];
+  const narrow = innerWidth < 500;
+  const cut = (name) => label(narrow && name.length > 15 ? `${name.slice(0, 14)}…` : name);
+  const rows = ordered.map((g, y) => ({ ...g, y }));
+  const items = kinds.map(([name, fill, mine]) => {
+    const own = rows.filter(mine);
+    const error = judged ? { error_x: { type: "data", array: own.map((g) => 2 * g.error), color: token("--ink"), thickness: 1.2, width: 3 } } : {};
+    return { name, swatch: fill, count: own.length, trace: { type: "bar", orientation: "h", x: own.map((g) => g.total), y: own.map((g) => g.y), customdata: own.map((g) => label(g.name)), marker: { color: fill }, hovertemplate: "%{customdata}: %{x:.3g}", ...error } };
+  }).filter((item) => item.count);
+  byId("sides-chart").style.height = `${Math.max(150, 70 + 30 * rows.length)}px`;
+  const said = `Total per ${grouping.column} for ${data.sets[state.set]}: right of zero lowered the loss, left raised it.` + (judged ? " The whiskers are two standard errors, over the folds." : " Without folds nothing says how sure a total is.");
+  draw("sides", items, { barmode: "overlay", bargap: 0.3, hovermode: "closest", margin: { l: 10, r: 14, t: 10, b: 44 }, xaxis: { title: "loss (right = it fell)", zeroline: true, zerolinecolor: token("--ink") }, yaxis: { tickvals: rows.map((g) => g.y), ticktext: rows.map((g) => cut(g.name)), showgrid: false, zeroline: false, nticks: undefined, range: [-0.6, rows.length - 0.4] } }, said);
+}
+
 function drawGroups(grouping) {
   const groups = grouping.whole[state.set];
   const positive = groups.reduce((sum, g) => sum + Math.max(g.total, 0), 0);
   const judged = groups.some((g) => g.clear !== null);
-  const heads = [{ text: grouping.column }, ...["Total", "Share", "Per sample", "Samples", "Uses", "Negative", ...(judged ? ["Clear of error"] : [])].map((text) => ({ text, num: true }))];
+  const heads = [{ text: grouping.column }, ...["Total", ...(judged ? ["± error"] : []), "Share", "Per sample", "Samples", "Uses", "Negative", ...(judged ? ["Clearly so"] : [])].map((text) => ({ text, num: true }))];
   const gathered = (k) => Number(grouping.gathered > 0 && k === groups.length - 1);  // comes last, whatever its total
   const order = groups.map((_, k) => k).sort((a, b) => gathered(a) - gathered(b) || groups[b].total - groups[a].total);
   const total = scaled(groups.map((g) => g.total));
@@ -54,11 +74,14 @@ function drawGroups(grouping) {
   const rows = order.map((k) => {
     const g = groups[k];
     const per = (x) => (g.samples && x !== null ? percent(x / g.samples) : "–");
-    return make("tr", {}, rowHead(grouping.names[k], k, grouping), figure(total(g.total, true), mood(g.total)),
-      figure(g.total > 0 && positive > 0 ? percent(g.total / positive) : "–"), figure(average(g.samples ? g.total / g.samples : null, true)),
-      figure(whole(g.samples)), figure(whole(g.uses)), figure(per(g.negative)), ...(judged ? [figure(per(g.clear))] : []));
+    const part = (x) => (g.samples && x !== null ? x / g.samples : null);
+    const share = g.total > 0 && positive > 0 ? g.total / positive : null;
+    return make("tr", gathered(k) ? { class: "sum" } : {}, rowHead(grouping.names[k], k, grouping), figure(total(g.total, true), mood(g.total), g.total),
+      ...(judged ? [figure(total(g.error), "", g.error)] : []),
+      figure(percent(share), "", share), figure(average(part(g.total), true), "", part(g.total)),
+      figure(whole(g.samples), "", g.samples), figure(whole(g.uses), "", g.uses), figure(per(g.negative), "", part(g.negative)), ...(judged ? [figure(per(g.clear), "", part(g.clear))] : []));
   });
-  byId("groups-table").replaceChildren(table(heads, rows));
+  putTable("groups-table", table(heads, rows, "fold"));
 }
 
 function drawHeat(grouping) {
@@ -67,13 +90,13 @@ function drawHeat(grouping) {
   const shown = averages.map(scaled);
   const rows = grouping.names.map((name, k) => {
     const cells = data.sets.map((_, s) => {
-      const cell = make("td", { text: shown[s](averages[s][k], true) });
+      const cell = figure(shown[s](averages[s][k], true), "", averages[s][k]);
       if (averages[s][k] !== null) tint(cell, averages[s][k] / most[s]);
       return cell;
     });
     return make("tr", {}, rowHead(name, k, grouping), ...cells);
   });
-  byId("heat-table").replaceChildren(table([{ text: grouping.column }, ...data.sets.map((text) => ({ text }))], rows, "heat"));
+  putTable("heat-table", table([{ text: grouping.column }, ...data.sets.map((text) => ({ text }))], rows, data.sets.length > 2 ? "heat fold" : "heat"));
 }
 
 function build(section, found) {
@@ -82,10 +105,11 @@ function build(section, found) {
     switchOf("measure", "Measure", { share: "Share of value", average: "Average" }, redraw("measure")),
     switchOf("span", "Span", { cumulative: "Cumulative", stage: "Per stage" }, redraw("span")));
   section.append(
+    make("figure", { class: "panel" }, make("h3", { text: "What helped, and what hurt" }), ...chartParts("sides")),
     make("figure", { class: "panel" }, make("div", { class: "panel-head" }, make("h3", { text: "Over training" }), switches), ...chartParts("stages")),
-    make("div", { class: "panel" }, make("h3", { text: "Over the whole run" }), scrolled("groups-table", "Scores by group"),
+    make("div", { class: "panel" }, tableHead("Over the whole run", "groups-table"), scrolled("groups-table", "Scores by group"),
       make("p", { class: "fine", text: TOTALS[data.credit] })));
-  if (data.sets.length > 1) section.append(make("div", { class: "panel" }, make("h3", { text: "Which group helps which validation set" }),
+  if (data.sets.length > 1) section.append(make("div", { class: "panel" }, tableHead("Which group helps which validation set", "heat-table"),
     scrolled("heat-table", "Average score by group and validation set"),
     make("p", { class: "fine", text: "Average score per sample. Colours compare the groups of one validation set (a column), since sets differ in scale." })));
 }
@@ -93,6 +117,7 @@ function build(section, found) {
 function drawAll(found) {
   const grouping = found.groupings[state.column];
   byId("groups-title").replaceChildren("Value by ", make("span", { dir: "auto", text: grouping.column }));
+  drawSides(grouping);
   drawStages(found);
   drawGroups(grouping);
   if (data.sets.length > 1) drawHeat(grouping);

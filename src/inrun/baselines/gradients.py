@@ -1,0 +1,292 @@
+"""Gradients and losses of single samples, for every baseline that asks for them.
+
+    with looking(model, sample_loss, sample_ids) as look:
+        g_val = look.validation(validation)             # [sets, P]
+        for rows, g in look.blocks():                   # g: [m, P], of the samples sample_ids[rows]
+            scores[:, rows] = g_val @ g.T
+
+By ``torch.func``: ``vmap`` over the number k of the sample, at any weights, without writing to the model. Where a model or a
+loss cannot be mapped over (it wants a plain ``int``, branches on values, draws numbers) samples are taken one at a time by
+plain autograd; this is logged once, and the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from inrun.baselines.registry import Ids
+from inrun.errors import ConfigurationError, ValidationError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    #: ``(model, k) -> scalar loss`` of the k-th sample alone; k is an int or a 0-d integer tensor, to index data tensors with.
+    SampleLoss = Callable[[nn.Module, Any], Tensor]
+    ValidationLosses = Mapping[str, Callable[[nn.Module], Tensor]]
+    #: A state dict; None: the weights that the model has.
+    Weights = Mapping[str, Tensor] | None
+
+log = logging.getLogger(__name__)
+#: What mapping over samples ends in where it is not possible. The loop after it raises again what was no fault of the mapping.
+UNMAPPABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+#: Numbers of gradient in memory at a time; more do not make it faster.
+BLOCK_NUMBERS = 2**25
+MOST_SAMPLES = 128
+#: Samples whose graph is kept for a second derivative.
+HESSIAN_SAMPLES = 64
+
+
+class Look:
+    """Losses and gradients of single samples, and of validation sets, at given weights. Made by :func:`looking`."""
+
+    def __init__(self, model: nn.Module, sample_loss: SampleLoss, ids: Ids, own: Mapping[str, Tensor], trained: list[str]) -> None:
+        self.model, self.sample_loss, self.ids = model, sample_loss, ids
+        self._own, self._trained, self._mapped = own, trained, True
+        self.shapes = {name: own[name].shape for name in trained}
+
+    @property
+    def size(self) -> int:
+        """Trainable numbers, P."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Give the parts of ``[..., P]`` their names and shapes, ``[..., *shape]``."""
+        parts = flat.split([shape.numel() for shape in self.shapes.values()], dim=-1)
+        return {
+            name: part.reshape(*flat.shape[:-1], *shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def flat(self, named: Mapping[str, Tensor], what: str) -> Tensor:
+        """Return tensors by parameter name as one, ``[P]``, in the order of gradients."""
+        import torch
+
+        wrong = [name for name, shape in self.shapes.items() if name not in named or named[name].shape != shape]
+        if wrong:
+            raise ConfigurationError(
+                f"{what}: no tensor of the model's shape for {', '.join(wrong[:3])}; it has {len(named)} names"
+            )
+        return torch.cat([named[name].detach().to(self._own[name]).flatten() for name in self._trained])
+
+    def blocks(self, weights: Weights = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the gradients of all samples in order: which, and ``[m, P]`` in the dtype of the parameters."""
+        for rows, g, _ in self.blocks_with_losses(weights):
+            yield rows, g
+
+    def blocks_with_losses(self, weights: Weights = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield which samples, their gradients ``[m, P]`` and their losses ``[m]``."""
+        from torch.func import grad_and_value
+
+        trained, fixed = self._at(weights)
+
+        def mapped(k: Any) -> tuple[Tensor, Tensor]:
+            # k comes by closure: as an argument of grad it would be wrapped once more, and could not index a tensor.
+            return _flat(grad_and_value(lambda w: self._call(self.sample_loss, {**w, **fixed}, k))(trained))
+
+        one = self._one(trained, fixed, 0)  # names what is wrong with the loss, and is what mapping is held against
+        for rows in self._rows():
+            found = self._over(rows, mapped, lambda k: self._one(trained, fixed, k))
+            if self._mapped and not rows.start and not _close(found[0][0], one[0]):
+                self._give_up_mapping("it gives another gradient than autograd for the first sample")
+                found = self._over(rows, mapped, lambda k: self._one(trained, fixed, k))
+            yield rows, *found
+
+    def losses(self, weights: Weights = None) -> Tensor:
+        """Return the loss of every sample, ``[n]``."""
+        import torch
+
+        trained, fixed = self._at(weights)
+
+        with torch.no_grad():
+            return torch.cat([self._losses(rows, {**trained, **fixed}) for rows in self._rows()])
+
+    def validation(self, validation: ValidationLosses, weights: Weights = None) -> Tensor:
+        """Return the plain gradient of every validation loss, ``[sets, P]``, in the order of the mapping."""
+        import torch
+
+        trained, fixed = self._at(weights)
+        found = []
+        for name, loss in validation.items():
+            leaves = {n: w.clone().requires_grad_() for n, w in trained.items()}
+            value = self._call(partial(_without_sample, loss), {**leaves, **fixed}, None)
+            found.append(_gradient(f"validation {name!r}", value, list(leaves.values())))
+        return torch.stack(found)
+
+    def hessian_product(self, vector: Tensor, ks: Ids) -> Tensor:
+        """Multiply the Hessian of the mean loss of samples ks, at the model's weights, with a vector, ``[P]`` to ``[P]``."""
+        import torch
+
+        trained, fixed = self._at(None)
+        total = torch.zeros_like(vector)
+        for start in range(0, len(ks), HESSIAN_SAMPLES):
+            leaves = {n: w.clone().requires_grad_() for n, w in trained.items()}
+            loss = self._losses(ks[start : start + HESSIAN_SAMPLES], {**leaves, **fixed}).sum() / len(ks)
+            first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True)
+            slope = torch.cat([g.flatten() for g in first]) @ vector
+            if slope.requires_grad:  # not so for losses that are linear in the weights
+                second = torch.autograd.grad(slope, list(leaves.values()), allow_unused=True, materialize_grads=True)
+                total += torch.cat([g.flatten() for g in second])
+        return total
+
+    def like(self, rows: int) -> Tensor:
+        """Return zeros ``[rows, P]`` in the dtype and at the place of gradients."""
+        return self._own[self._trained[0]].detach().new_zeros(rows, self.size)
+
+    def _at(self, weights: Weights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what is differentiated and what is not, of a state dict or the model's own."""
+        at = {name: (self._own[name] if weights is None else weights.get(name, self._own[name])).detach() for name in self._own}
+        if weights is not None:
+            self.flat(weights, "checkpoints")
+        return {n: at[n] for n in self._trained}, {n: w for n, w in at.items() if n not in self.shapes}
+
+    def _rows(self) -> Iterator[slice]:
+        size = max(1, min(MOST_SAMPLES, BLOCK_NUMBERS // self.size))
+        for start in range(0, len(self.ids), size):
+            yield slice(start, min(start + size, len(self.ids)))
+
+    def _over(self, ks: slice | Ids, mapped: Callable[[Tensor], Any], one: Callable[[int], Any]) -> Any:
+        """Call for every k of a block: mapped, or one after the other once that did not work."""
+        import torch
+        from torch.func import vmap
+
+        numbers = np.arange(ks.start, ks.stop) if isinstance(ks, slice) else ks
+        if self._mapped:
+            try:
+                return vmap(mapped)(torch.as_tensor(numbers, device=self._own[self._trained[0]].device))
+            except UNMAPPABLE as error:
+                self._give_up_mapping(_short(error))
+        found = [one(int(k)) for k in numbers]
+        if isinstance(found[0], torch.Tensor):
+            return torch.stack(found)
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+    def _give_up_mapping(self, why: str) -> None:
+        self._mapped = False
+        log.warning("samples are taken one at a time, because torch.func.vmap cannot map over them: %s", why)
+
+    def _one(self, trained: Mapping[str, Tensor], fixed: Mapping[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
+        """Return the gradient ``[P]`` and the loss of one sample by plain autograd."""
+        leaves = {n: w.clone().requires_grad_() for n, w in trained.items()}
+        loss = self._call(self.sample_loss, {**leaves, **fixed}, k)
+        return _gradient(self._named(k), loss, list(leaves.values())), loss.detach()
+
+    def _losses(self, ks: slice | Ids, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the losses of some samples, ``[m]``."""
+
+        def alone(k: Any) -> Tensor:
+            return self._call(self.sample_loss, weights, k)
+
+        def checked(k: int) -> Tensor:
+            loss = alone(k)
+            _check_scalar(self._named(k), loss)
+            return loss
+
+        losses: Tensor = self._over(ks, alone, checked)
+        if losses.dim() > 1:  # mapping minds no shape
+            checked(0)
+        return losses
+
+    def _named(self, k: int) -> str:
+        return f"sample_loss of sample {self.ids[k]}"
+
+    def _call(self, loss: Callable[[nn.Module, Any], Tensor], weights: Mapping[str, Tensor], k: Any) -> Tensor:
+        """Call a loss of the model with other tensors in the place of its parameters and buffers."""
+        from torch.func import functional_call
+
+        return functional_call(_wrapped(self.model, loss), {f"model.{name}": w for name, w in weights.items()}, (k,))
+
+
+@contextmanager
+def looking(model: nn.Module, sample_loss: SampleLoss, sample_ids: Ids) -> Iterator[Look]:
+    """Look at single samples: the model is in evaluation mode meanwhile (one sample is no batch to take statistics of).
+
+    Every module goes back to its own mode; parameters, buffers and ``.grad`` are not written to.
+
+    Args:
+        model: Its trainable parameters are what gradients are taken of.
+        sample_loss: ``(model, k) -> scalar loss`` of the k-th of ``sample_ids``, alone.
+        sample_ids: The samples, ``[n]``.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigurationError("no parameter of the model requires a gradient")
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        # The fused attention kernels of CPUs have no rule for vmap, and no second derivative.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            yield Look(model, sample_loss, sample_ids, own, trained)
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _wrapped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> nn.Module:
+    """Return a module whose forward is the loss: functional_call replaces parameters for the time of a forward only."""
+    from torch import nn
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, k: Any) -> Tensor:
+            return loss(self.model, k)
+
+    return Loss()
+
+
+def _without_sample(loss: Callable[[nn.Module], Tensor], model: nn.Module, _: object) -> Tensor:
+    return loss(model)
+
+
+def _flat(found: tuple[Mapping[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    import torch
+
+    return torch.cat([g.flatten() for g in found[0].values()]), found[1]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    # Kernels of a batch round otherwise than those of one sample; a thousandth is far above that and far below a real fault.
+    return bool((a - b).norm() <= 1e-3 * b.norm() + 1e-12)
+
+
+def _check_scalar(what: str, loss: Any) -> None:
+    import torch
+
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise ValidationError(f"{what} returned {shown}; it must return a scalar loss that depends on the model's parameters")
+
+
+def _gradient(what: str, loss: Tensor, leaves: list[Tensor]) -> Tensor:
+    """Return the gradient of a loss, ``[P]``; zeros for what it does not depend on."""
+    import torch
+
+    _check_scalar(what, loss)
+    if not loss.requires_grad:
+        raise ValidationError(f"{what} returned a loss without gradient; it must depend on the model's parameters")
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)])
+
+
+def _short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def one_each(baseline: str, checkpoints: Sequence[Any], **given: Sequence[Any]) -> None:
+    """Raise ConfigurationError unless there are checkpoints, and one of everything else for each."""
+    if not len(checkpoints):
+        raise ConfigurationError(f"{baseline}: checkpoints is empty; give at least one state dict")
+    for name, values in given.items():
+        if len(values) != len(checkpoints):
+            raise ConfigurationError(f"{baseline}: {len(checkpoints)} checkpoints, but {len(values)} {name}; give one for each")

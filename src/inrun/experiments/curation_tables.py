@@ -1,0 +1,175 @@
+"""Tables and the figure of the curation experiment, from its cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inrun.experiments.figures import pyplot
+from inrun.experiments.recipes import Table
+from inrun.experiments.text_runs import TITLES, TextRun
+
+Cell = dict[str, Any]
+PAPER_SAVED = {"first": "about 25 %", "second": "about 25 %", "influence_function": "a little less"}
+COLOURS = {
+    "first": "#c98a00",
+    "second": "#8a6d00",
+    "midpoint": "#1f6f8b",
+    "whole": "#0b3954",
+    "significant": "#4f9d69",
+    "by_step": "#6c5b7b",
+    "influence_function": "#b3446c",
+    "trak": "#d1603d",
+    "bm25": "#4f9d69",
+    "random": "#888888",
+}
+
+
+def steps_to(curve: list[list[float]], target: float) -> float | None:
+    """Return after how many steps a loss is reached, between measurements by a straight line; None for never."""
+    before: list[float] | None = None
+    for done, loss in curve:
+        if loss <= target:
+            if before is None:
+                return done
+            return before[0] + (done - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = [done, loss]
+    return None
+
+
+def summary(cells: list[Cell], arm: str, kind: str) -> dict[str, Any] | None:
+    """Return an arm's figures over seeds; None where it was not run."""
+    found = [(c, a) for c in cells for a in c["arms"] if (a["arm"], a["share"]) == (arm, kind)]
+    if not found:
+        return None
+    steps = [steps_to(a["curve"], c["original"][-1][1]) for c, a in found]
+    lower = np.array([c["original"][-1][1] - a["curve"][-1][1] for c, a in found])
+    random = [x for x in (_random_of(c) for c, _ in found) if x is not None]
+    return {
+        "steps": steps,
+        "lower": lower,
+        "dropped": np.array([a["dropped"] / a["of"] for _, a in found]),
+        # Paired by seed: same documents, weights, order and test rows.
+        "over_random": lower - np.array(random) if len(random) == len(found) else None,
+    }
+
+
+def _random_of(cell: Cell) -> float | None:
+    for arm in cell["arms"]:
+        if arm["arm"] == "random":
+            return float(cell["original"][-1][1] - arm["curve"][-1][1])
+    return None
+
+
+def spread(values: Any, form: str = ".3f") -> str:
+    """Return mean and standard deviation, without the latter for one value."""
+    x = np.asarray(values, float)
+    return f"{x.mean():{form}}" + (f" ± {x.std(ddof=1):{form.lstrip('+')}}" if len(x) > 1 else "")
+
+
+def reached_table(name: str, run: TextRun, cells: list[Cell]) -> Table:
+    """Return when each arm has the original's final loss, and how much lower it ends."""
+    rows: list[list[object]] = []
+    kinds = [("own", "its own negatives"), ("equal", "as many as whole credit")]
+    for kind, words in kinds:
+        for arm, title in TITLES.items():
+            found = summary(cells, arm, kind)
+            if found is None:
+                continue
+            reached = [s for s in found["steps"] if s is not None]
+            # A run that never gets there has saved nothing; it counts with all its steps.
+            all_steps = [run.steps if s is None else s for s in found["steps"]]
+            rows.append(
+                [
+                    title,
+                    words if arm != "random" else "as many as whole credit",
+                    spread(100 * found["dropped"], ".0f") + " %",
+                    f"{len(reached)} of {len(all_steps)}",
+                    spread(all_steps, ".0f"),
+                    f"{100 * (1 - np.mean(all_steps) / run.steps):.0f} %",
+                    PAPER_SAVED.get(arm) if kind == "own" else None,
+                    spread(found["lower"], "+.4f"),
+                    None if found["over_random"] is None or arm == "random" else spread(found["over_random"], "+.4f"),
+                ]
+            )
+    # The spread of one run's final loss over orders of the data, nothing dropped.
+    noise = float(np.sqrt(np.mean([np.var(c["finals_by_order"], ddof=1) for c in cells])))
+    final = spread([c["original"][-1][1] for c in cells])
+    return Table(
+        f"{name}: steps to the original's final test loss",
+        [
+            "dropped by",
+            "which",
+            "share dropped",
+            "reached",
+            f"steps (of {run.steps})",
+            "saved",
+            "paper",
+            "final loss lower by",
+            "lower than random removal by",
+        ],
+        rows,
+        f"Mean ± standard deviation over {len(cells)} seed(s). The original ends at {final} nats. A run that never reaches its "
+        f"loss counts with all its steps. The last column is paired by seed. With nothing dropped, the final loss of a "
+        f"single run varies by {noise:.4f} (standard deviation) with the order of the data.",
+    )
+
+
+def negatives_table(cells: list[Cell]) -> Table:
+    """Return the share of documents with a negative score."""
+    rows = []
+    for arm, title in TITLES.items():
+        found = summary(cells, arm, "own")
+        if found is not None and arm != "random":
+            rows.append([title, spread(100 * found["dropped"], ".1f") + " %", "16 %" if arm == "second" else None])
+    return Table("Share of documents with a negative score", ["score", "negative", "paper"], rows)
+
+
+def domains_table(cells: list[Cell]) -> Table:
+    """Return which share of each domain is dropped."""
+    arms = [arm for arm in TITLES if arm != "random" and summary(cells, arm, "own") is not None]
+    rows = []
+    for domain in sorted(cells[0]["documents_by_domain"]):
+        row: list[object] = [domain]
+        for arm in arms:
+            shares = [
+                a["dropped_by_domain"][domain] / c["documents_by_domain"][domain]
+                for c in cells
+                for a in c["arms"]
+                if (a["arm"], a["share"]) == (arm, "own")
+            ]
+            row.append(f"{100 * np.mean(shares):.0f} %")
+        rows.append(row)
+    return Table("What is dropped: share of each domain's documents", ["domain", *arms], rows, "Mean over seeds.")
+
+
+def draw_curves(cells: list[Cell], path: Path) -> None:
+    """Draw the test loss over steps, relative to the original's final one: a panel per study, a line per arm."""
+    plt = pyplot()
+    studies = list(dict.fromkeys(c["study"] for c in cells))
+    figure, axes = plt.subplots(1, len(studies), figsize=(5.6 * len(studies), 4.4), squeeze=False, layout="constrained")
+    for axis, study in zip(axes[0], studies, strict=True):
+        mine = [c for c in cells if c["study"] == study]
+        _draw_line(axis, [c["original"] for c in mine], mine, "original", {"color": "black", "lw": 1.6})
+        for arm, colour in COLOURS.items():
+            kind = "equal" if arm == "by_step" else "own"
+            curves = [a["curve"] for c in mine for a in c["arms"] if (a["arm"], a["share"]) == (arm, kind)]
+            if curves:
+                _draw_line(axis, curves, mine, TITLES[arm].removeprefix("in-run, "), {"color": colour, "lw": 1.2})
+        axis.axhline(0, color="0.7", lw=0.8, zorder=0)
+        late = mine[0]["original"][len(mine[0]["original"]) // 4][1] - mine[0]["original"][-1][1]
+        axis.set_ylim(-0.6 * late, 1.2 * late)
+        axis.set_title(f"{study} ({len(mine)} seed{'s' if len(mine) > 1 else ''})", fontsize=10)
+        axis.set_xlabel("steps")
+        axis.set_ylabel("test loss − the original's at the end (nats)")
+        axis.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_line(axis: Any, curves: list[Any], cells: list[Cell], label: str, style: dict[str, Any]) -> None:
+    """Draw the mean over seeds, each relative to its own original."""
+    relative = [np.array(curve)[:, 1] - c["original"][-1][1] for curve, c in zip(curves, cells, strict=True)]
+    axis.plot(np.array(curves[0])[:, 0], np.mean(relative, axis=0), label=label, **style)

@@ -1,0 +1,146 @@
+"""Do the highest scores belong to the domain of the validation text? The paper's relevant domain detection.
+
+For a few validation rows of each domain, documents are ranked by their scores. Counted is how many of the first k are of the same
+domain, divided by what k documents drawn at random would have: 1 is chance, the number of domains is the most.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inrun.experiments.curation_tables import COLOURS, spread
+from inrun.experiments.figures import pyplot
+from inrun.experiments.recipes import Findings, Table, Work
+from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, scores_by
+from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
+
+#: The paper's normalised recall@1000, as (first order, second order, influence function, BM25).
+PAPER: dict[str, tuple[float, float, float, float]] = {
+    "code": (30.5, 29, 17.9, 18.8),
+    "europarl": (12.7, 14.8, 4.1, 6.3),
+    "latex_math": (48.4, 50, 41.7, 44.8),
+    "freelaw": (14.6, 16.9, 5.7, 72.6),
+    "stackexchange": (16.3, 20, 6.5, 37.2),
+    "wikipedia": (14.5, 18.9, 5.5, 18.6),
+    "pubmed": (10.4, 16.6, 10.2, 28.6),
+    "uspto": (10.5, 11.1, 7.4, 23),
+    "enron_emails": (0.8, 1, 0.2, 1),
+    "dm_mathematics": (23.5, 24.5, 10.1, 34.6),
+    "ubuntu_irc": (10.2, 11.5, 4.3, 12.5),
+    "gutenberg": (8.7, 15.3, 8.8, 25.9),
+}
+WAYS = ("first", "second", "whole", "by_step", "influence_function", "bm25")
+
+
+@dataclass(frozen=True)
+class DomainsConfig:
+    """What is tried."""
+
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 64, 2048, 4, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=150))
+    ways: tuple[str, ...] = WAYS
+    #: Half of a domain's documents.
+    k: int = 40
+    #: Numbers of every gradient that whole credit keeps, for so many sets at once.
+    sketch: int = 4096
+
+
+SIZES = {
+    "smoke": DomainsConfig(
+        CorpusConfig(64, 16, 256, 2, 0), TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2), k=8, sketch=256
+    ),
+    "quick": DomainsConfig(
+        CorpusConfig(600, 32, 1024, 4, 0), TextRun(steps=75, context=32), tuple(way for way in WAYS if way != "second"), k=20
+    ),
+    "full": DomainsConfig(),
+}
+
+
+def recall(scores: Values, same: np.ndarray[Any, Any], k: int) -> float:
+    """Return the share of the same domain among the k highest scores, divided by its share of all."""
+    best = np.argsort(-scores, kind="stable")[:k]
+    return float(same[best].mean() / same.mean())
+
+
+def run(config: DomainsConfig, work: Work) -> Findings:
+    """Score for every domain, and count."""
+    cells, source, jobs = [], "", [(seed, way) for seed in work.seeds for way in config.ways]
+    for done, (seed, way) in enumerate(jobs):
+        work.tell(f"{way}, seed {seed}", done, len(jobs))
+        corpus = read_corpus(work, config.corpus, seed)
+        source = corpus.source
+        key = {"way": way, "seed": seed, "config": replace(config, ways=()), "text": source}
+        cells.append({"way": way, "seed": seed, "recall": work.cell(key, functools.partial(_recalls, config, corpus, way, seed))})
+    domains = sorted(cells[0]["recall"])
+    means = {way: {d: [c["recall"][d] for c in cells if c["way"] == way] for d in domains} for way in config.ways}
+    tables = [_table(config, means, domains), _wins_table(means, domains)]
+    shape = config.run
+    notes = [
+        f"Text: {source}. {config.corpus.documents} documents of {len(domains)} domains, a row of {config.corpus.context + 1} "
+        f"tokens each (vocabulary {config.corpus.vocab}), {shape.steps} AdamW steps of batch {shape.batch}, "
+        f"{config.corpus.validation_rows} validation rows of each domain; k = {config.k}. BM25 reads the same rows as text.",
+        "The paper: GPT-2 on the Pile, k = 1000; its domains differ in size, so that its numbers go beyond ours.",
+    ]
+    return Findings({"cells": cells}, tables, notes, draw=lambda path: _draw(means, domains, path))
+
+
+def _recalls(config: DomainsConfig, corpus: Corpus, way: str, seed: int) -> dict[str, float]:
+    validation = {d: corpus.validation.only({d}) for d in corpus.domains}
+    batches = order(config.run, len(corpus.train), seed)
+    options = {"sketch": config.sketch} if way in ("whole", "by_step") else {}
+    scores = scores_by(way, config.run, corpus.train, batches, corpus.vocab, seed, validation, options)
+    of = np.array(corpus.train.domains)
+    return {d: recall(scores[d], of == d, config.k) for d in corpus.domains}
+
+
+def _table(config: DomainsConfig, means: dict[str, dict[str, list[float]]], domains: list[str]) -> Table:
+    rows: list[list[object]] = []
+    for d in domains:
+        paper = PAPER.get(d)
+        shown = None if paper is None else " / ".join(f"{x:g}" for x in paper)
+        rows.append([d, *(spread(means[way][d], ".1f") for way in config.ways), shown])
+    rows.append(["mean", *(f"{np.mean([np.mean(means[way][d]) for d in domains]):.2f}" for way in config.ways), None])
+    return Table(
+        f"Normalised recall@{config.k} of same-domain documents (1 = chance, {len(domains)} = all)",
+        ["domain", *(TITLES[way] for way in config.ways), "paper: first / second / influence function / BM25 (recall@1000)"],
+        rows,
+        "Mean ± standard deviation over seeds.",
+    )
+
+
+def _wins_table(means: dict[str, dict[str, list[float]]], domains: list[str]) -> Table:
+    """Return in how many domains one of our ways is above a baseline."""
+    rows: list[list[object]] = []
+    ours, theirs = [w for w in means if w in (*OURS, "by_step")], [w for w in means if w not in (*OURS, "by_step")]
+    for way in ours:
+        row: list[object] = [TITLES[way]]
+        for other in theirs:
+            above = sum(np.mean(means[way][d]) > np.mean(means[other][d]) for d in domains)
+            even = sum(np.mean(means[way][d]) == np.mean(means[other][d]) for d in domains)
+            row.append(f"{above} of {len(domains)}" + (f", {even} even" if even else ""))
+        rows.append(row)
+    return Table("Domains in which the mean is higher", ["", *(f"than {TITLES[w]}" for w in theirs)], rows)
+
+
+def _draw(means: dict[str, dict[str, list[float]]], domains: list[str], path: Path) -> None:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(11, 4.2), layout="constrained")
+    width = 0.8 / len(means)
+    for i, (way, found) in enumerate(means.items()):
+        places = np.arange(len(domains)) + (i - (len(means) - 1) / 2) * width
+        values = [np.mean(found[d]) for d in domains]
+        errors = [np.std(found[d], ddof=1) if len(found[d]) > 1 else 0.0 for d in domains]
+        style = {"color": COLOURS.get(way, "#4f9d69"), "yerr": errors, "error_kw": {"lw": 0.7}}
+        axis.bar(places, values, width, label=TITLES[way], **style)
+    axis.axhline(1, color="0.5", lw=0.8, ls="--")
+    axis.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize=8)
+    axis.set_ylabel("normalised recall@k (dashed: chance)")
+    axis.legend(fontsize=8, frameon=False, ncol=3)
+    axis.margins(y=0.18)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,124 @@
+"""Gradients of single samples: mapped and one at a time, at any weights, without a trace on the model."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inrun.baselines.gradients import looking
+from inrun.baselines.projection import Projection
+from inrun.errors import ConfigurationError, ValidationError
+from reference import gradients
+from tiny import batch, next_token_loss, tiny
+
+IDS = np.array([7, 3, 11, 5], np.int64)
+
+
+def gpt() -> tuple[nn.Module, object]:
+    rows = batch(4, 1)
+    return tiny(dropout=0.2), lambda m, k: next_token_loss(m, rows[k][None])
+
+
+def convolutions() -> tuple[nn.Module, object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)).double()
+    model(torch.randn(8, 2, 4, 4).double())  # running statistics that are not their initial ones
+    images, labels = torch.randn(4, 2, 4, 4).double(), torch.tensor([0, 2, 1, 1])
+    return model, lambda m, k: nn.functional.cross_entropy(m(images[k][None]), labels[k][None])
+
+
+def one_at_a_time(model: nn.Module, sample_loss) -> Tensor:
+    model.eval()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.stack([torch.cat([g.flatten() for g in gradients(sample_loss(model, k), parameters)]) for k in range(4)])
+
+
+@pytest.mark.parametrize("make", [gpt, convolutions])
+@pytest.mark.parametrize("mappable", [True, False])
+def test_gradients_and_losses(make, mappable: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inrun.baselines.gradients.MOST_SAMPLES", 3)
+    model, loss = make()
+    other = make()[0]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.05)
+    next(model.parameters()).requires_grad_(False)
+    next(other.parameters()).requires_grad_(False)
+    sample_loss = loss if mappable else lambda m, k: loss(m, int(k))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    with caplog.at_level(logging.WARNING), looking(model, sample_loss, IDS) as look:
+        found = torch.cat([g for _, g in look.blocks()])
+        elsewhere = torch.cat([g for _, g in look.blocks(other.state_dict())])
+        losses = look.losses()
+    assert len(caplog.records) == (0 if mappable else 1)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    torch.testing.assert_close(found, one_at_a_time(model, loss), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(elsewhere, one_at_a_time(other, loss), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(losses, torch.stack([loss(model, k) for k in range(4)]).detach())
+    assert not torch.allclose(found, elsewhere)
+
+
+def test_a_mapping_that_gives_something_else_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    model, data = nn.Linear(2, 1, bias=False), torch.randn(4, 2)
+    with looking(model, lambda m, k: m(data[k]).sum() * (2 if isinstance(k, Tensor) else 1), IDS) as look:
+        torch.testing.assert_close(torch.cat([g for _, g in look.blocks()]), data)
+    assert "another gradient" in caplog.text
+
+
+def test_the_hessian_of_a_gpt() -> None:
+    model, loss = gpt()
+    model.eval()
+    parameters = list(model.parameters())
+    vector = torch.randn(sum(p.numel() for p in parameters), generator=torch.Generator().manual_seed(3)).double()
+    ks = np.array([0, 2, 3], np.int64)
+
+    def slope(at: float) -> Tensor:
+        moved, _ = gpt()
+        with torch.no_grad():
+            for p, step in zip(moved.parameters(), vector.split([p.numel() for p in parameters]), strict=True):
+                p.add_(at * step.view_as(p))
+        return one_at_a_time(moved, loss)[ks].mean(0)
+
+    with looking(model, loss, IDS) as look:
+        found = look.hessian_product(vector, ks)
+    expected = (slope(1e-6) - slope(-1e-6)) / 2e-6
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_what_is_wrong_is_named() -> None:
+    model = nn.Linear(2, 1)
+    for loss, words in (
+        (lambda m, k: m(torch.ones(2)), r"sample 7 returned a tensor of shape \[1\]"),
+        (lambda m, k: torch.tensor(1.0), "sample 7 returned a loss without gradient"),
+    ):
+        with looking(model, loss, IDS) as look, pytest.raises(ValidationError, match=words):
+            next(look.blocks())
+    with looking(model, lambda m, k: m(torch.ones(2)), IDS) as look, pytest.raises(ValidationError, match="sample 7"):
+        look.losses()
+    with (
+        looking(model, lambda m, k: m(torch.ones(2)).sum(), IDS) as look,
+        pytest.raises(ConfigurationError, match="shape for bias"),
+    ):
+        next(look.blocks({"weight": model.weight}))
+
+
+def test_projections_keep_inner_products() -> None:
+    """The mean over seeds is the inner product, its variance what the docstring says."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 500, generator=generator, dtype=torch.float64)
+    b = b + 0.5 * a
+    seen = torch.stack([(lambda s: s[0] @ s[1])(Projection(500, 64, seed)(torch.stack([a, b]))) for seed in range(400)])
+    variance = ((a @ a) * (b @ b) + (a @ b) ** 2 - 2 * (a**2 @ b**2)) / 64
+    assert abs(seen.mean() - a @ b) < 4 * (variance / 400).sqrt()
+    assert 0.8 < seen.var() / variance < 1.25
+    assert Projection(500, 64, 1)(a[None]).shape == (1, 64)
+    assert torch.equal(Projection(500, 64, 1)(a[None]), Projection(500, 64, 1)(a[None]))
+    assert not torch.equal(Projection(500, 64, 1)(a[None]), Projection(500, 64, 2)(a[None]))
+    assert torch.equal(Projection(64, 64)(a[None, :64]), a[None, :64])

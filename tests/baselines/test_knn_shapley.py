@@ -1,0 +1,78 @@
+"""KNN-Shapley against the definition, by enumerating all subsets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from games import shapley
+from inrun.baselines import knn_shapley, run
+from inrun.errors import ConfigurationError, ValidationError
+
+
+def brute_force(x: np.ndarray, y: np.ndarray, points: np.ndarray, labels: np.ndarray, k: int, soft: bool) -> np.ndarray:
+    total = np.zeros(len(x))
+    for point, label in zip(points, labels, strict=True):
+        distance = np.linalg.norm(x - point, axis=1)
+
+        def game(s: list[int], distance=distance, label=label) -> float:
+            if not len(s):
+                return 1 / len(set(y.tolist())) if soft else 0.0
+            nearest = sorted(s, key=lambda i: distance[i])[:k]
+            return sum(y[i] == label for i in nearest) / (len(nearest) if soft else k)
+
+        total += shapley(len(x), game)
+    return total / len(points)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (1, 5), (2, 1), (2, 5), (5, 5), (6, 5), (7, 2), (7, 1), (8, 5), (4, 9)])
+def test_values_are_those_of_the_definition(n: int, k: int, soft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(n * 10 + k)
+    x, y = rng.standard_normal((n, 3)) + 100, rng.integers(0, 3, n)
+    sets = {name: (rng.standard_normal((m, 3)) + 100, rng.integers(0, 3, m)) for name, m in (("a", 1), ("b", 5))}
+    monkeypatch.setattr(knn_shapley, "BLOCK", 2 * n)  # two points at a time, then one
+    table = run("knn_shapley", np.arange(n), sets, features=x, labels=y, k=k, soft=soft)
+    for name, (points, labels) in sets.items():
+        found = np.array([row["score"] for row in table.to_pylist() if row["validation"] == name])
+        assert found == pytest.approx(brute_force(x, y, points, labels, k, soft), abs=1e-12)
+
+
+def test_the_two_games_differ() -> None:
+    """The control: the values of one game are not those of the other."""
+    rng = np.random.default_rng(0)
+    x, y, points, labels = rng.standard_normal((7, 3)), rng.integers(0, 2, 7), rng.standard_normal((4, 3)), rng.integers(0, 2, 4)
+    hard, soft = (brute_force(x, y, points, labels, 5, s) for s in (False, True))
+    assert np.abs(hard - soft).max() > 0.01
+
+
+def test_wrong_labels_score_low_and_strings_are_labels() -> None:
+    rng = np.random.default_rng(1)
+    clean = np.repeat(["cat", "dog"], 100)
+    x = np.where(clean == "cat", 0.0, 3.0)[:, None] + rng.standard_normal((200, 2))
+    wrong = rng.choice(200, 20, replace=False)
+    y = clean.copy()
+    y[wrong] = np.where(clean[wrong] == "cat", "dog", "cat")
+    for soft in (False, True):
+        scores = np.array(run("knn_shapley", np.arange(200), {"v": (x + 0.1, clean)}, features=x, labels=y, soft=soft)["score"])
+        assert scores[wrong].max() < np.median(scores) and scores[wrong].mean() < 0
+
+
+def test_of_equal_samples_the_first_is_nearer() -> None:
+    table = run("knn_shapley", [5, 3], {"v": ([[0.0]], [1])}, features=[[1.0], [1.0]], labels=[1, 0], k=1)
+    assert table["score"].to_pylist() == [0.0, 1.0]  # by id: 3 came second
+
+
+def test_what_is_wrong_is_named() -> None:
+    right = {"features": np.zeros((2, 3)), "labels": [0, 1]}
+    for validation, options, error, words in (
+        ((np.zeros((1, 3)), [0]), {"k": 0}, ConfigurationError, "k=0"),
+        ((np.zeros((1, 3)), [0]), {"features": np.zeros((3, 3)), "labels": [0, 1, 2]}, ConfigurationError, "3 samples for 2"),
+        ((np.zeros((1, 3)), [0]), {"labels": [0]}, ValidationError, r"the samples are \[2, 3\] and labels \[1\]"),
+        ((np.zeros((1, 3)), [0]), {"features": np.full((2, 3), np.nan)}, ValidationError, "finite"),
+        (np.zeros((1, 3)), {}, ValidationError, "'validation' is a ndarray"),
+        ((np.zeros((1, 2)), [0]), {}, ValidationError, r"\[1, 2\], those of the samples \[2, 3\]"),
+        ((np.zeros((0, 3)), []), {}, ValidationError, r"\[0, 3\]"),
+    ):
+        with pytest.raises(error, match=words):
+            run("knn_shapley", [1, 2], validation, **{**right, **options})

@@ -1,0 +1,147 @@
+"""Corpora and runs of the experiments on text, and each experiment at its smallest size."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from inrun.errors import ConfigurationError
+from inrun.experiments.curation_tables import steps_to
+from inrun.experiments.domains import recall
+from inrun.experiments.outputs import save
+from inrun.experiments.recipes import Work, run
+from inrun.experiments.stages import shares
+from inrun.experiments.text_runs import Scoring, TextRun, against_batch, loss_on, order, scores_by, train
+from inrun.experiments.texts import CorpusConfig, Encoder, Rows, read_corpus
+from inrun.training.loss import PADDING
+
+DATA = next((p / "shared" / "data" for p in Path(__file__).resolve().parents if (p / "shared" / "data").exists()), None)
+SMALL = TextRun(steps=6, batch=4, warmup=2, context=16, width=16, heads=2)
+
+
+@pytest.mark.parametrize("name", ["curation", "stages", "paraphrase", "domains", "groups"])
+def test_runs_at_its_smallest_and_again_the_same(name: str, tmp_path: Path) -> None:
+    work = Work(name, seeds=(0,), cells=tmp_path / "cells")
+    first = run(name, "smoke", work)
+    assert run(name, "smoke", work).data == first.data  # from the cells
+    written = save(first, work, tmp_path, 1.0)
+    assert (tmp_path / "figure.png").stat().st_size < 500_000 and len(written) == 4
+    assert "no --data was given" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.slow
+def test_computed_twice_gives_the_same(tmp_path: Path) -> None:
+    found = [json.dumps(run("domains", "smoke", Work("domains", seeds=(0,))).data) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DATA is None, reason="no shared data")
+@pytest.mark.parametrize("name", ["domains", "paraphrase"])
+def test_runs_on_the_data(name: str) -> None:
+    found = run(name, "smoke", Work(name, seeds=(0,), data=DATA))
+    assert "minipile.jsonl.gz" in found.notes[0]
+
+
+def a_corpus(folder: Path) -> Path:
+    documents = [
+        {"text": f"{domain} {split} {i} " * 8, "domain": domain, "split": split}
+        for domain in ("a", "b")
+        for split in ("train", "val", "test")
+        for i in range(6)
+    ]
+    with gzip.open(folder / "corpus.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(d) + "\n" for d in documents)
+    return folder
+
+
+def test_reads_documents_and_draws_the_same_of_each_domain(tmp_path: Path) -> None:
+    work = Work("domains", data=a_corpus(tmp_path))
+    config = CorpusConfig(8, 16, 256, 2, 3)
+    corpus = read_corpus(work, config, 0)
+    assert corpus.train.tokens.shape == (8, 17) and corpus.domains == ["a", "b"] and corpus.source == "corpus.jsonl.gz"
+    assert corpus.train.domains.count("a") == 4 and len(corpus.validation) == 4 and len(corpus.test) == 6
+    assert all(" train " in t or t.startswith(d) for t, d in zip(corpus.train.texts, corpus.train.domains, strict=True))
+    again, other = read_corpus(work, config, 0), read_corpus(work, config, 1)
+    assert torch.equal(corpus.train.tokens, again.train.tokens) and not torch.equal(corpus.train.tokens, other.train.tokens)
+    with pytest.raises(ConfigurationError, match="has 6 documents of domain 'a' in split 'train', 50 are needed"):
+        read_corpus(work, CorpusConfig(100, 16), 0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match="has none of minipile.jsonl.gz"):
+        read_corpus(Work("domains", data=tmp_path / "empty"), config, 0)
+
+
+def test_rows_are_taken_in_turn_and_short_ones_padded() -> None:
+    rows = Rows(torch.arange(8).view(4, 2), ("w", "x", "y", "z"), ("a", "a", "b", "b"))
+    assert rows.only({"a", "b"}, 3).texts == ("w", "y", "x") and rows.only({"b"}).texts == ("y", "z")
+    short = Encoder(4, None).rows(["ab", "abcdefgh"], ["d", "d"])
+    assert short.tokens.tolist() == [[97, 98, *[PADDING] * 3], [97, 98, 99, 100, 101]] and short.texts == ("ab", "abcde")
+
+
+def test_an_order_without_documents_is_the_same_order() -> None:
+    keep = np.ones(10, bool)
+    keep[3] = False
+    everything, fewer = order(SMALL, 10, 0).ravel(), order(SMALL, 10, 0, keep).ravel()
+    assert 3 not in fewer and everything.shape == fewer.shape == (24,)
+    assert (everything[everything != 3] == fewer[: (everything != 3).sum()]).all()
+
+
+def tokens(n: int = 8) -> torch.Tensor:
+    return torch.randint(0, 256, (n, 17), generator=torch.Generator().manual_seed(0))
+
+
+def test_weight_0_leaves_a_document_out() -> None:
+    rows, batches = tokens(), order(SMALL, 8, 0)
+    changed = rows.clone()
+    changed[5] = 7
+    weights = np.ones(8)
+    weights[5] = 0
+    losses = [loss_on(train(SMALL, r, batches, 256, 0, weights=weights).model, rows[:2]) for r in (rows, changed)]
+    assert losses[0] == losses[1]
+    control = [loss_on(train(SMALL, r, batches, 256, 0).model, rows[:2]) for r in (rows, changed)]
+    assert control[0] != control[1]
+
+
+def test_whole_credit_adds_up_and_scoring_leaves_training_alone() -> None:
+    rows, batches = tokens(), order(SMALL, 8, 0)
+    plain = train(SMALL, rows, batches, 256, 0, checkpoints=(3, 6))
+    losses: dict[int, float] = {}
+    scored = train(
+        SMALL,
+        rows,
+        batches,
+        256,
+        0,
+        scoring=Scoring("whole", {"v": rows[:4]}, folds=2),
+        watch=lambda done, model: losses.update({done: loss_on(model, rows[:4])}),
+    )
+    assert loss_on(plain.model, rows) == pytest.approx(loss_on(scored.model, rows), abs=1e-5) and len(plain.checkpoints) == 2
+    assert scored.scores["v"].sum() == pytest.approx(losses[0] - losses[6], rel=0.05)
+    assert (scored.standard_errors["v"] > 0).all()
+    turns = train(SMALL, rows, batches, 256, 0, scoring=Scoring("first", {"v": rows[:4]}, per_step=2))
+    assert turns.scores["v"].shape == (8,)
+
+
+def test_text_baselines_rank_a_copy_first() -> None:
+    texts = ("one two three four", "five six seven eight", "nine ten eleven twelve")
+    rows = Encoder(16, None).rows(texts, ["d"] * 3)
+    found = scores_by("bm25", SMALL, rows, order(SMALL, 3, 0), 256, 0, {"v": rows.take(np.array([1]))})
+    assert found["v"].argmax() == 1
+
+
+def test_counting() -> None:
+    same = np.array([True, True, False, False])
+    assert recall(np.array([4.0, 3, 2, 1]), same, 2) == 2 and recall(np.array([4.0, 1, 3, 2]), same, 2) == 1
+    assert steps_to([[0, 5.0], [10, 3.0], [20, 1.0]], 2.0) == 15 and steps_to([[0, 5.0]], 2.0) is None
+    assert np.allclose(shares(np.array([[3.0, 1], [-4, 1]])), [[0.75, 0.25], [0, 1]])
+
+
+def test_against_the_batch_early_steps_count_no_more() -> None:
+    uses = {"step": [0, 0, 1, 1, 1, 1], "sample_id": [0, 1, 2, 3, 2, 3], "value": [100.0, 102.0, 0.1, 0.2, 0.1, 0.2]}
+    assert against_batch(pa.table(uses), 5).tolist() == pytest.approx([-1, 1, -1, 1, 0])

@@ -1,0 +1,62 @@
+"""Small runs for the explorer's tests, written step by step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from inrun.ledger import Ledger, SettledCredits, StepRecord
+
+SAMPLES = 12
+#: Seconds in which new steps must be seen; more where the machine has more to do than it can.
+SOON = 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def samples(count: int = SAMPLES, first: int = 0) -> list[dict[str, Any]]:
+    return [
+        {
+            "sample_id": first + i,
+            "id": f"doc-{first + i}",
+            "domain": ("math", "code", None)[i % 3],
+            "tokens": 10 * i,
+            "good": i % 2 == 0,
+            "text": f"Text number {first + i} of the Zebra run\nsecond line",
+        }
+        for i in range(count)
+    ]
+
+
+class Written:
+    """A run that is written while it is read."""
+
+    def __init__(
+        self, path: Path, labels: tuple[str, ...] = ("docs", "code#0", "code#1"), window: int | None = None, **more: Any
+    ) -> None:
+        about = {"method": "midpoint", "model": "tiny", **({"credit": "whole"} if window else {})}
+        self.path, self.labels, self.window = path, labels, window
+        self.ledger = Ledger(path, about=about, **more)
+        self.rng, self.step, self.used = np.random.default_rng(0), 0, {}
+
+    def steps(self, count: int, flush: bool = True, labels: tuple[str, ...] | None = None) -> None:
+        for _ in range(count):
+            ids = self.rng.integers(0, SAMPLES, 4)
+            self.used[self.step] = ids
+            labels = labels or self.labels
+            values = {x: self.rng.normal(0, 1, 4).astype(np.float32) for x in labels}
+            row = {"loss_before": 3.0 - 0.01 * self.step, "lr": 0.1, "skipped": None}
+            accounts = [{"step": self.step, "validation": x, **row} for x in labels]
+            self.ledger.write(StepRecord(self.step, ids, values, accounts, self._settled(self.step)))
+            self.step += 1
+        if flush:
+            self.ledger.flush()
+
+    def _settled(self, step: int) -> tuple[SettledCredits, ...]:
+        if self.window is None or step < self.window:
+            return ()
+        old = self.used[step - self.window]
+        credits = {x: self.rng.normal(0, 1, len(old)).astype(np.float32) for x in self.labels}
+        errors = {x: np.full(len(old), 0.1, np.float32) for x in self.labels}
+        return (SettledCredits(step - self.window, old, credits, errors, np.full(len(old), 0.995, np.float32)),)

@@ -1,0 +1,122 @@
+"""curate, then train on what it wrote: the same documents less the dropped ones."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+import inrun
+from inrun.cli.main import cli
+from inrun.corpus.sources import find_files
+from inrun.errors import ConfigurationError
+from inrun.training.config import make_config
+from inrun.training.session import train
+from small_run import corpus, settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("curated")
+    file = corpus(folder)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for i, row in enumerate(rows):  # columns that inrun knows nothing of
+        row |= {"meta": {"url": f"<b>{i}</b>", "n": [i, None]}, "score": "mine"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(make_config(settings(folder, steps=40)))
+    return folder
+
+
+def curate(folder: Path, out: str, *more: str) -> dict:
+    result = CliRunner().invoke(cli, ["curate", str(folder / "run"), "--out", str(folder / out), "--json", *more])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.output)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_documents_come_back_whole_and_train_takes_the_kept_ones(folder: Path) -> None:
+    said = curate(folder, "out", "-v", "code", "--top-fraction", "0.7")
+    kept, dropped = lines(folder / "out" / "kept.jsonl"), lines(folder / "out" / "dropped.jsonl")
+    before = lines(folder / "corpus.jsonl")
+    assert said["unit"] == "documents" and len(dropped) == said["dropped"] > 0 and len(kept) == said["kept"]
+    whole = {row["id"]: row for row in before}
+    for row in kept + dropped:
+        assert {k: v for k, v in row.items() if k != "inrun"} == whole[row["id"]]
+    order = [row["id"] for row in before]
+    assert [r["id"] for r in kept] == [i for i in order if i in {r["id"] for r in kept}]
+    # Validation documents are in no sample, and stay.
+    assert {r["id"] for r in before if r["split"] == "val"} <= {r["id"] for r in kept}
+    assert f"data.paths=[{folder / 'out'}]" in said["command"]
+
+    assert [f.path.name for f in find_files([folder / "out"])] == ["kept.jsonl"]
+    assert [f.path.name for f in find_files([folder / "out" / "kept.jsonl"])] == ["kept.jsonl"]
+    train(make_config(settings(folder, "again", steps=40, data={"paths": [str(folder / "out")]})))
+    trained = {s["document"] for s in inrun.Ledger.open(folder / "again").samples().to_pylist()}
+    first = {s["document"] for s in inrun.Ledger.open(folder / "run").samples().to_pylist()}
+    assert trained == first - {r["id"] for r in dropped} and trained < first
+
+
+def test_a_document_is_judged_by_the_sum_over_its_pieces(folder: Path) -> None:
+    curate(folder, "sums", "-v", "all")
+    reader = inrun.Ledger.open(folder / "run")
+    document = {s["sample_id"]: s["document"] for s in reader.samples().to_pylist()}
+    folds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    with reader.tables() as tables:
+        for sample, label, value in tables.relation("SELECT sample_id, validation, sum(value) FROM uses GROUP BY 1, 2").fetchall():
+            if label.startswith("all#"):
+                folds[document[sample]][int(label[-1])] += value
+    rows = lines(folder / "sums" / "kept.jsonl") + lines(folder / "sums" / "dropped.jsonl")
+    told = {r["id"]: r["inrun"] for r in rows if "score" in r["inrun"]}
+    assert told.keys() == folds.keys()
+    for name, (a, b) in folds.items():
+        assert told[name]["score"] == pytest.approx((a + b) / 2, rel=1e-6, abs=1e-12)
+        assert told[name]["standard_error"] == pytest.approx(abs(a - b) / 2, rel=1e-5, abs=1e-9)
+    dropped = {r["id"] for r in lines(folder / "sums" / "dropped.jsonl")}
+    clear = {n for n, (a, b) in folds.items() if (a + b) / 2 + abs(a - b) < 0}
+    assert dropped <= clear  # the errors of their estimates may keep more
+
+
+def test_shares_are_of_what_was_scored(folder: Path) -> None:
+    said = curate(folder, "shares", "--top-fraction", "0.5", "-v", "code")
+    assert said["scored"] < said["kept"] + said["dropped"]
+    assert said["dropped"] == said["scored"] - int(np.ceil(0.5 * said["scored"]))
+    result = CliRunner().invoke(
+        cli, ["curate", str(folder / "run"), "--out", str(folder / "x"), "--top-fraction", "0.5", "-v", "code"]
+    )
+    assert f"of the {said['scored']} documents with a score, " in result.output
+    assert "train on the kept ones:\n  inrun train" in result.output
+
+
+def test_pieces_can_be_left_out(folder: Path) -> None:
+    curate(folder, "pieces", "--top-fraction", "0.6", "-v", "code")
+    table = pq.read_table(folder / "pieces" / "chunks.parquet")
+    kept = {i for i, k in zip(table["sample_id"].to_pylist(), table["kept"].to_pylist(), strict=True) if k}
+    data = {"paths": [str(folder / "corpus.jsonl")], "pieces": str(folder / "pieces" / "chunks.parquet")}
+    train(make_config(settings(folder, "part", steps=40, data=data)))
+    trained = {s["sample_id"] for s in inrun.Ledger.open(folder / "part").samples().to_pylist()}
+    assert trained == kept and len(kept) < table.num_rows
+    with pytest.raises(ConfigurationError, match="was made for other context .'24', here '16'"):
+        train(make_config(settings(folder, "other", data=data, model={"context": 16})))
+    with pytest.raises(ConfigurationError, match="is no chunks.parquet"):
+        train(make_config(settings(folder, "none", data={**data, "pieces": str(folder / "corpus.jsonl")})))
+
+
+def test_files_that_are_gone_or_changed_are_named(folder: Path, tmp_path: Path) -> None:
+    corpus(tmp_path, documents=30)
+    train(make_config(settings(tmp_path, steps=2)))
+    args = ["curate", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    (tmp_path / "corpus.jsonl").write_text((tmp_path / "corpus.jsonl").read_text().replace("doc-1", "doc-x"))
+    changed = CliRunner().invoke(cli, args)
+    assert isinstance(changed.exception, ConfigurationError) and "have changed since it was trained" in str(changed.exception)
+    (tmp_path / "corpus.jsonl").unlink()
+    gone = CliRunner().invoke(cli, args)
+    assert isinstance(gone.exception, ConfigurationError) and "--unit samples" in str(gone.exception)
+    assert CliRunner().invoke(cli, [*args, "--unit", "samples"]).exit_code == 0
