@@ -6,9 +6,14 @@ Modules are imported when one of their commands is asked for, and import what is
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
+import os
 import re
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 import click
 
@@ -86,19 +91,40 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command; exit with 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
+    code = _run()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        _leave(code)
+    if code:
+        sys.exit(code)
+
+
+def _run() -> int:
     try:
         code = cli.main(standalone_mode=False)
-        if isinstance(code, int):  # click hands over what Exit was raised with
-            sys.exit(code)
+        return code if isinstance(code, int) else 0  # click hands over what Exit was raised with
     except click.UsageError as error:
         error.show()
-        sys.exit(2)
+        return 2
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
-        sys.exit(130)
+        return 130
     except ConfigurationError as error:
         click.echo(f"inrun: {error}", err=True)
-        sys.exit(2)
+        return 2
     except InrunError as error:
         click.echo(f"inrun: {error}", err=True)
-        sys.exit(1)
+        return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End one process of several without taking the interpreter down.
+
+    DistributedDataParallel keeps its group for good, and with it gloo's threads, also after ``destroy_process_group`` (torch 2.13).
+    One of them that wakes while the interpreter ends aborts a process whose work is done, and the launcher calls the job failed.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

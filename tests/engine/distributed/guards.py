@@ -170,6 +170,8 @@ def shown(rank: int, world: int) -> Any:
         for seed in range(6):
             run.step(own_ids(rank), seed=10 * seed + rank)
     pending = run.accountant._run.credit.owed.steps  # type: ignore[union-attr]
+    run.accountant.ledger.flush_if_open()
+    torch.distributed.barrier()  # who asks alone sees of others what they have written
     alone, together = run.accountant.scores(), run.accountant.scores(together=True)
     run.accountant.close()
     torch.distributed.barrier()
