@@ -382,6 +382,36 @@ def test_steps_in_which_nobody_scores_anything(name: str) -> None:
         assert bool((accountant.last.contributions["validation"] != 0).all())
 
 
+LOST = {
+    "a detached validation loss": (lambda out, y: mse(out[N:], y[N:]).detach(), "without a graph"),
+    "the validation loss of training rows": (lambda out, y: mse(out[:M], y[:M]), "exactly 0"),
+}
+
+
+@pytest.mark.parametrize("name", list(LOST))
+def test_a_lost_validation_part_is_seen_on_any_step(name: str) -> None:
+    """Also where both losses are told, and between audits."""
+    model = perceptron().double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    held, message = LOST[name]
+    with inrun.Accountant(model, opt, credit="step", update="sgd", audit_every=0) as accountant:
+        for _ in range(2):
+            merged_step(model, accountant, lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out[N:], y[N:])))
+        with pytest.raises(ValidationError, match=message):
+            merged_step(model, accountant, lambda step, out, y: step.merge(mse(out[:N], y[:N]), held(out, y)))
+
+
+def test_a_first_group_that_stands_still_hides_nothing() -> None:
+    model = perceptron().double()
+    first, *others = model.parameters()
+    opt = torch.optim.SGD([{"params": [first], "lr": 0.0}, {"params": others, "lr": 0.1}])
+    with inrun.Accountant(model, opt, credit="step", update="sgd", audit_every=0) as accountant:
+        for _ in range(2):
+            merged_step(model, accountant, lambda step, out, y: mse(out[:N], y[:N]) + mse(out[N:], y[N:]))
+        with pytest.raises(ValidationError, match="exactly 0"):
+            merged_step(model, accountant, lambda step, out, y: mse(out[:N], y[:N]))
+
+
 class Tied(nn.Module):
     """Token tables and a head of one weight; ``order`` names the calls of a forward, ``saved`` those in a checkpoint."""
 

@@ -19,6 +19,8 @@ class Factors:
         """Nothing is measured yet."""
         self.setup, self.watch, self.directions = setup, watch, directions
         self._rates: dict[int, float | None] = {}
+        #: Whether some group of an optimizer that stepped has a rate other than 0.
+        self.moves = False
         #: The factors that steps were settled with, and those measured when the directions were completed.
         self._clips: dict[int, float] = {}
         self._measured: dict[int, float] = {}
@@ -30,8 +32,10 @@ class Factors:
 
     def note_rate(self, optimizer: int) -> None:
         """Remember the learning rate that an optimizer is about to step with; Adafactor may have none."""
-        rate = self.setup.optimizers[optimizer].param_groups[0].get("lr")
+        groups = self.setup.optimizers[optimizer].param_groups
+        rate = groups[0].get("lr")
         self._rates[optimizer] = None if rate is None else float(rate)
+        self.moves |= any(group.get("lr") is None or float(group["lr"]) != 0 for group in groups)
 
     def rates(self) -> tuple[float | None, ...]:
         """Return the learning rate of each optimizer's first group."""

@@ -96,8 +96,10 @@ class MergedMicrobatch(Microbatch):
         self.crossing: list[Crossing] = []
         #: Kept until ∇ℓ is whole, though the gain is known; and whether row by row.
         self.postponed: list[tuple[Kept, bool]] = []
-        #: What the model returned in the running step: tensors with one row per sample.
+        #: What the model returned in the running step, where losses are checked against it: tensors with one row per sample.
         self.outputs: list[Tensor] = []
+        #: Whether the validation rows of an output got a gradient, one flag ``[]`` per output and backward.
+        self._arrived: list[Tensor] = []
         #: The gradient of the loss at its validation part: what a loss scaler multiplied it by.
         self.root: Tensor | None = None
         self._called: set[Site] = set()
@@ -125,8 +127,21 @@ class MergedMicrobatch(Microbatch):
         self._watching = model.register_forward_hook(hook)
 
     def note_output(self, out: Any) -> None:
-        """Note what the model returned, with gradient."""
-        self.outputs += [x for x in float_tensors(out) if x.dim() > 0 and x.shape[0] == self.rows and x.requires_grad]
+        """Note what the model returned, with gradient; later, whether one comes back to its validation rows."""
+        mine, found = self._self, [x for x in float_tensors(out) if x.dim() > 0 and x.shape[0] == self.rows and x.requires_grad]
+
+        def hook(gradient: Tensor) -> None:
+            micro = mine()
+            if isinstance(micro, MergedMicrobatch):
+                micro._arrived.append(gradient[micro.n :].any())
+
+        for x in found:
+            x.register_hook(hook)
+        self.outputs += found if self.checked else []
+
+    def has_arrived(self) -> bool:
+        """Whether a gradient was seen at the validation rows of an output."""
+        return any(map(bool, self._arrived))
 
     def watch_root(self, part: Tensor) -> None:
         """Note, in the backward, the gradient of the loss at its validation part."""
@@ -417,8 +432,7 @@ def open_merged(
     if isinstance(common[0], Documents):
         raise StepError("ids per position in a merged step: packed documents need validation=, and steps without merged=")
     micro = MergedMicrobatch(*common, validation_rows=rows, points=points, form=setup.form, checked=checked, repeated=repeated)
-    if checked:
-        micro.watch_outputs(setup.model)
+    micro.watch_outputs(setup.model)
     return micro
 
 
@@ -432,6 +446,11 @@ def merge_losses(microbatches: Sequence[Microbatch], train_loss: Tensor, validat
         raise ValidationError(
             f"merge() got losses of shapes {tuple(train_loss.shape)} and {tuple(validation_loss.shape)}; it takes a scalar, "
             f"and {'one loss per validation row' if micro.points else 'a scalar'} of shape {wanted}"
+        )
+    if not validation_loss.requires_grad:
+        raise ValidationError(
+            "merge() got a validation loss without a graph, so that every sample would score 0: take it of the model's own output, "
+            "without detach() and outside torch.no_grad()"
         )
     if micro.checked:
         check_split(train_loss, validation_loss, micro.outputs, micro.n)

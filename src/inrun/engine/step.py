@@ -495,8 +495,13 @@ class Step(OpenStep):
         elif not all(x[2] for x in meeting.all) or not all(x[3] for x in meeting.all):
             self._skip(Skip.CONTRIBUTIONS)
         elif self.merged is not None and self.skipped is None:
-            check_scored(contributions, self.merged, self.losses is not None, self.factors.rates())
+            check_scored(contributions, self.merged, self.factors.moves, self._may_score_nothing())
         self._record(contributions, self._commit())
+
+    def _may_score_nothing(self) -> bool:
+        """Whether a merged step whose samples all score 0 may be right: both losses were told, and none of them lost its rows."""
+        arrived = any(m.has_arrived() for m in self.microbatches if isinstance(m, MergedMicrobatch))
+        return self.losses is not None and (arrived or not any(bool(seen.norm) for seen in self.watch.seen.values()))
 
     def _check_end(self) -> None:
         """Raise if the step ends in the middle of something."""

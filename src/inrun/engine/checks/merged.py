@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,13 +74,17 @@ def check_split(train_loss: Tensor, validation_loss: Tensor, outputs: list[Tenso
             )
 
 
-def check_scored(contributions: Tensor, rows: int, told: bool, rates: Sequence[float | None]) -> None:
+def check_scored(contributions: Tensor, rows: int, moves: bool, may_be_zero: bool) -> None:
     """Raise if nobody scored anything, unless that is right: there is then no validation or no training part in the loss.
 
-    It is right where nothing moves (a warm-up that begins at a rate of 0), and where ``step.merge`` was ``told`` both losses:
-    samples that are all masked have no gradient.
+    Args:
+        contributions: Of all samples and validation losses.
+        rows: The validation rows of the step.
+        moves: Whether anything moves at all (a warm-up may begin at a rate of 0).
+        may_be_zero: Whether both losses were told (``step.merge``), and either a gradient was seen to arrive at the validation rows
+            of the model's output, or the samples have none (all are masked).
     """
-    if told or not any(rates) or not contributions.numel() or bool(contributions.any()):
+    if may_be_zero or not moves or not contributions.numel() or bool(contributions.any()):
         return
     raise ValidationError(
         f"every sample of a merged step scored exactly 0: the loss of a merged step is train_loss(rows :n) + "
