@@ -27,10 +27,11 @@ from inrun.training.processes import launched
 from inrun.training.session import train
 from small_run import corpus, settings
 
-#: Relative to the largest figure of its kind, in float32 and with AdamW: contributions and credits under whole credit, and in the
-#: step game, whose first two steps divide by the gradient itself, also where it is nothing but rounding (that this is all is shown
-#: in tests/engine/distributed, in both precisions); books and weights, whose first moves do the same.
-CLOSE, CLOSE_GAME, CLOSE_BOOKS = 1e-5, 5e-5, 2e-4
+#: Relative to the largest figure of its kind, in float32 and with AdamW.
+CLOSE = 1e-5
+#: Of keys' biases. Attention does not depend on them: their gradient is nothing but rounding, and AdamW's first moves divide by it.
+#: Plain training differs by as much (tests/engine/distributed/test_rounding.py).
+CLOSE_KEYS = 2e-4
 
 
 @pytest.fixture
@@ -55,42 +56,46 @@ def off(a: Any, b: Any) -> float:
 def check_same(one: Path, other: Path) -> None:
     """Two runs have the same books, losses and weights, to rounding."""
     left, right = inrun.Ledger.open(one), inrun.Ledger.open(other)
-    close = CLOSE if left.about["credit"] == "whole" else CLOSE_GAME
     order = {"contributions": ["step", "validation", "sample_id", "contribution"], "credits": ["step", "validation", "row"]}
     for table, keys in order.items():
         a, b = (getattr(x, table)().to_pandas().sort_values(keys).reset_index(drop=True) for x in (left, right))
         names = [name for name in keys if name != "contribution"]
         assert a[names].equals(b[names])
         value = "contribution" if table == "contributions" else "credit"
-        assert off(a[value], b[value]) < close
+        assert off(a[value], b[value]) < CLOSE
         if table == "credits" and len(a):
             assert (
-                a["sample_id"].equals(b["sample_id"])
-                and off(a["error"], b["error"]) < CLOSE_BOOKS
-                and off(a["paid"], b["paid"]) < close
+                a["sample_id"].equals(b["sample_id"]) and off(a["error"], b["error"]) < CLOSE and off(a["paid"], b["paid"]) < CLOSE
             )
     a, b = left.scores().to_pandas(), right.scores().to_pandas()
     assert a[["sample_id", "validation", "times_used", "pending"]].equals(b[["sample_id", "validation", "times_used", "pending"]])
-    assert off(a["score"], b["score"]) < close
+    assert off(a["score"], b["score"]) < CLOSE
     a, b = left.accounts().to_pandas(), right.accounts().to_pandas()
     assert a[["step", "validation", "n_samples", "skipped"]].equals(b[["step", "validation", "n_samples", "skipped"]])
     for name in ("data", "spread", "loss_before", "lr", "clip"):
-        assert off(a[name], b[name]) < CLOSE_BOOKS, name
+        assert off(a[name], b[name]) < CLOSE, name
     for name in ("decay", "residual"):  # differences of losses
-        assert np.nanmax(np.abs(a[name] - b[name])) < CLOSE_GAME * a["loss_before"].max(), name
+        assert np.nanmax(np.abs(a[name] - b[name])) < CLOSE * a["loss_before"].max(), name
     assert verify(other).good
     same_weights(one, other)
     x, y = metrics(one), metrics(other)
     assert [row["step"] for row in x] == [row["step"] for row in y]
-    assert off([r["loss"] for r in x if "loss" in r], [r["loss"] for r in y if "loss" in r]) < close
+    assert off([r["loss"] for r in x if "loss" in r], [r["loss"] for r in y if "loss" in r]) < CLOSE
     for p, q in zip(x, y, strict=True):
         for name, totals in p.get("domains", {}).items():
-            assert off(list(totals.values()), [q["domains"][name][d] for d in totals]) < CLOSE_BOOKS
+            assert off(list(totals.values()), [q["domains"][name][d] for d in totals]) < CLOSE
 
 
 def same_weights(one: Path, other: Path) -> None:
     a, b = (load_file(checkpoints_of(run)[-1] / "model.safetensors") for run in (one, other))
-    assert a.keys() == b.keys() and max(off(a[name], b[name]) for name in a) < CLOSE_BOOKS
+    assert a.keys() == b.keys()
+    for name in a:
+        apart = np.abs(a[name] - b[name]) / np.abs(a[name]).max()
+        if name.endswith("qkv.bias"):
+            queries, keys, values = np.split(apart, 3)
+            assert keys.max() < CLOSE_KEYS
+            apart = np.concatenate([queries, values])
+        assert apart.max() < CLOSE, name
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -119,7 +124,11 @@ SLOW = ("step game, accumulated", "fsdp, step game, accumulated", "validation ro
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
 def test_two_processes_leave_the_books_of_one(folder: Path, name: str) -> None:
-    train(make_config(configured(folder, "one", **RUNS[name])))
+    """In the step game, of one that adds up the slices that ranks have: its first steps divide by the gradient as it is rounded."""
+    batch = dict(RUNS[name].get("batch", {}))
+    if "method" in RUNS[name].get("scoring", {}):
+        batch["accumulation"] = 2 * batch.get("accumulation", 1)
+    train(make_config(configured(folder, "one", **{**RUNS[name], **({"batch": batch} if batch else {})})))
     found = train_in(folder, 2, configured(folder, "two", **RUNS[name]))
     assert [x["finished"] for x in found] == [True, True], found
     check_same(folder / "one", folder / "two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -212,6 +213,18 @@ def sharded_run(**options: Any) -> Run:
     return run
 
 
+def split(rank: int, world: int) -> Any:
+    """Of a split model the direction that a step holds is what is here of it, not the whole."""
+    run = sharded_run(method="first")
+    parameters = list(run.model.parameters())
+    with run.accountant.step(own_ids(rank)) as step:
+        held = {p: v.shape for p, v in step.directions.raw.items()}
+        step.skip()
+    run.accountant.close()
+    here = {p: (1, *p.to_local().shape) for p in parameters}
+    return held == here, 2 * sum(map(math.prod, held.values())) <= sum(p.numel() for p in parameters) + len(parameters) * 64
+
+
 def sharded_without_rows(rank: int, world: int) -> Any:
     run = sharded_run()
     with run.accountant.step() as step, step.microbatch([] if rank else [1]):
@@ -268,6 +281,7 @@ GUARDS: dict[str, tuple[Callable[[int, int], Any], str]] = {
 AGREED: dict[str, tuple[Callable[[int, int], Any], Any]] = {
     "observed": (observed, True),
     "shown": (shown, (True, True, True, True)),
+    "split": (split, (True, True)),
     "compressed": (compressed, [None, None]),
     "not finite on one rank": (not_finite, "gradient or contributions are not finite"),
     "scaled out": (scaled_out, (None, "gradient is not finite and the optimizer did not step")),

@@ -111,7 +111,7 @@ def main(name: str, rank: int, world: int, folder: str) -> None:
     if not os.environ.get("JOB_STOPS"):
         dist.barrier()
         dist.destroy_process_group()
-        # Not through the end of the interpreter: gloo has threads that outlive their group (see `_leave` in inrun.cli.main).
+        # Not through the interpreter's end: DDP keeps gloo's threads beyond its group (`_leave` of inrun.cli.main).
         sys.stdout.flush()
         os._exit(0)
 

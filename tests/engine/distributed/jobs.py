@@ -174,6 +174,16 @@ IN_SINGLE = [
 #: In these, figures are those of rounded weights.
 ROUNDED = [
     Play("fsdp first, bfloat16", {"method": "first"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp lookahead, bfloat16", {"method": "lookahead"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp midpoint, bfloat16", {"method": "midpoint"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play(
+        "fsdp second, bfloat16",
+        {"method": "second", "hessian": "differences"},
+        wrap=sharded(policy=HALF),
+        model=SINGLE,
+        optimizer=sgd,
+        steps=2,
+    ),
     Play("fsdp whole, bfloat16", {"sketch": 256}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
 ]
 BLOCKWISE = [

@@ -63,13 +63,17 @@ def test_a_wrong_factor_shows() -> None:
 
 
 @pytest.mark.parametrize("name", [p.name for p in IN_SINGLE])
-def test_ddp_in_float32_is_near_one_process(name: str) -> None:
-    """To 1e-5 of the batch's norm, but for Adam's first two moves in the step game.
+def test_ddp_in_float32_equals_one_process(name: str) -> None:
+    """One that adds up the same slices: to 1e-6 of the batch's norm, with the same weights bit for bit.
 
-    They divide by |G| itself, so that entries whose gradient is nothing but rounding move at full rate: 1e-16 there becomes 1e-14
-    in double precision, and 1e-7 becomes 1e-5 in single.
+    One that takes the batch in one piece has a gradient that is rounded in another way, and Adam's first two moves in the step game
+    divide by it: 1e-5 of the batch's norm is then asked of the later steps (test_rounding.py shows that this is all).
     """
-    gaps = batch_gaps(*both("ddp", name))
+    several, batch = both("ddp", name)
+    slices = play_part(dataclasses.replace(BY_NAME[name], apart=True), 0, 1)
+    assert max(batch_gaps(several, slices)) < 1e-6
+    assert all(map(torch.equal, several["weights"], slices["weights"]))
+    gaps = batch_gaps(several, batch)
     assert max(gaps if "whole" in name else gaps[2:]) < 1e-5, gaps
     assert max(gaps) < 5e-5, gaps
 
@@ -91,7 +95,8 @@ def test_fsdp_equals_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", [p.name for p in ROUNDED])
 def test_fsdp_in_bfloat16_is_near_one_process(name: str) -> None:
     off = compare("fsdp", name)
-    assert off["batch"] < 2e-2, off
+    # Central differences of gradients that are rounded themselves, on a step whose curvature is half of it.
+    assert off["batch"] < (4e-2 if "second" in name else 2e-2), off
 
 
 @pytest.mark.slow
