@@ -41,10 +41,13 @@ class MislabelConfig:
     settings: dict[str, Setting] = field(default_factory=dict)
 
 
-_FULL = Setting(start="scratch")
+_FULL = Setting(start="scratch", budget=Budget(tolerance=0.1, subsets=100, left_out=40))
+#: Long enough for the net to learn the changed labels by heart, as in the paper's 50 epochs; half the validation images.
 _RESNET = replace(
     _FULL,
     start="clean",
+    validation=300,
+    training=Training(epochs=16, decay_every=8),
     net=Net("resnet18", width=16, start_epochs=10),
     in_run=("in_run_first", "step_midpoint", "whole"),
     checkpoints=(1, 5),
