@@ -46,12 +46,13 @@ def datamodels(
     """
     if regression not in ("lasso", "ridge"):
         raise ConfigurationError(f"datamodels: unknown regression {regression!r}; available: lasso, ridge")
-    drawn = Drawn("datamodels", sample_ids, Drawing(**drawing))
-    if strength is None and drawn.drawing.subsets < 2 * FOLDS:
+    how = Drawing(**drawing)
+    if strength is None and how.subsets < 2 * FOLDS:
         raise ConfigurationError(
-            f"datamodels: {drawn.drawing.subsets} subsets are too few to choose a penalty; draw {2 * FOLDS} or more, or give strength"
+            f"datamodels: {how.subsets} subsets are too few to choose a penalty; draw {2 * FOLDS} or more, or give strength"
         )
     _fit(regression, strength)  # if scikit-learn is missing, it is said before the training runs
+    drawn = Drawn("datamodels", sample_ids, how)
     masks, found = drawn.masks, drawn.utilities(validation)
     return {name: _weights(masks, v, regression, strength) for name, v in found.items()}
 
