@@ -65,7 +65,9 @@ def test_the_papers_methods_are_asked_for_in_full() -> None:
         "less",
     }
     assert set(PAPER) <= asked
-    assert small.samples == 1000 and small.changed == 0.1 and {s.start for s in settings.values()} == {"clean", "scratch"}
+    assert (
+        small.samples == 1000 and small.changed == 0.1 and {s.start for s in settings.values()} == {"clean", "features", "scratch"}
+    )
 
 
 def subject(start: str = "scratch"):
@@ -108,6 +110,10 @@ def test_starts_differ_and_repeat() -> None:
     clean, again, scratch = subject("clean"), subject("clean"), subject()
     assert all(torch.equal(clean.state[k], again.state[k]) for k in clean.state)
     assert float(clean.validation_loss(clean.model()).detach()) < float(scratch.validation_loss(scratch.model()).detach())
+    new = subject("features")
+    assert {k for k in clean.state if not torch.equal(clean.state[k], new.state[k])} == {"head.weight", "head.bias"}
+    with pytest.raises(ValueError, match="clean, features or scratch"):
+        subject("imagenet")
 
 
 def test_wrong_labels_score_lower_on_digits() -> None:
