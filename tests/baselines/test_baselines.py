@@ -22,7 +22,7 @@ from tiny import batch, next_token_loss, tiny, validation
 
 IDS = [7, 3, 11, 5]
 #: Files of the room that are no baseline.
-SHARED = {"__init__", "registry", "retraining", "extra", "gradients", "kronecker", "projection"}
+SHARED = {"__init__", "registry", "retraining", "extra", "subsets", "gradients", "kronecker", "projection"}
 
 
 def scores(table: pa.Table, name: str = "validation") -> dict[int, float]:
@@ -45,6 +45,17 @@ def test_every_file_is_registered() -> None:
     assert all(b.name == name and b.summary and b.unit for name, b in BASELINES.items())
     assert BASELINES["gradient_cosine"].needs == ["model", "sample_loss"]
     assert BASELINES["random"].options == {"seed": 0}
+
+
+def test_baselines_on_subsets_share_their_options() -> None:
+    drawing = {"subsets": 1000, "share": 0.5, "draw": "size", "seed": 0, "jobs": 1, "cells": None, "tell": None}
+    assert BASELINES["empirical_influence"].needs == BASELINES["datamodels"].needs == ["utility"]
+    assert BASELINES["empirical_influence"].options == drawing
+    assert BASELINES["datamodels"].options == {**drawing, "regression": "lasso", "strength": None}
+    with pytest.raises(
+        ConfigurationError, match="'empirical_influence' does not take strength; it needs utility, and takes subsets"
+    ):
+        run("empirical_influence", IDS, None, utility=None, strength=1.0)
 
 
 def test_the_table_is_that_of_scores(made_up: None) -> None:

@@ -16,6 +16,7 @@ from inrun.experiments.images import corrupt, load_images
 from inrun.experiments.mislabel import PAPER, SIZES, auroc, mean_and_std, within_label
 from inrun.experiments.outputs import page, save
 from inrun.experiments.recipes import Work, run
+from inrun.experiments.selection import places_in_label
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,17 @@ def test_the_papers_methods_are_asked_for_in_full() -> None:
         "less",
     }
     assert set(PAPER) <= asked
-    assert small.samples == 1000 and small.changed == 0.1 and {s.start for s in settings.values()} == {"clean", "scratch"}
+    assert (
+        small.samples == 1000 and small.changed == 0.1 and {s.start for s in settings.values()} == {"clean", "features", "scratch"}
+    )
+
+
+def test_equal_shares_of_labels() -> None:
+    labels = np.repeat([0, 1], 10)
+    scores = np.r_[np.arange(10.0), 100 + np.arange(10.0)]
+    best = np.argsort(-places_in_label(scores, labels), kind="stable")[:8]
+    assert np.bincount(labels[best]).tolist() == [4, 4] and set(best) == {6, 7, 8, 9, 16, 17, 18, 19}
+    assert np.bincount(labels[np.argsort(-scores)[:8]], minlength=2).tolist() == [0, 8]
 
 
 def subject(start: str = "scratch"):
@@ -108,6 +119,10 @@ def test_starts_differ_and_repeat() -> None:
     clean, again, scratch = subject("clean"), subject("clean"), subject()
     assert all(torch.equal(clean.state[k], again.state[k]) for k in clean.state)
     assert float(clean.validation_loss(clean.model()).detach()) < float(scratch.validation_loss(scratch.model()).detach())
+    new = subject("features")
+    assert {k for k in clean.state if not torch.equal(clean.state[k], new.state[k])} == {"head.weight", "head.bias"}
+    with pytest.raises(ValueError, match="clean, features or scratch"):
+        subject("imagenet")
 
 
 def test_wrong_labels_score_lower_on_digits() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from inrun.baselines.registry import Ids, register
-from inrun.baselines.retraining import Draw, Mask, Retraining, Tell, Utility, Vector, random_subsets
+from inrun.baselines.retraining import Mask, Vector
+from inrun.baselines.subsets import Drawing, Drawn
 from inrun.errors import ConfigurationError
 
 Regression = Literal["lasso", "ridge"]
@@ -17,21 +17,19 @@ Regression = Literal["lasso", "ridge"]
 FOLDS = 5
 
 
-@register("datamodels", "weights of a sparse linear model that predicts the utility from the training subset", unit="utility")
+@register(
+    "datamodels",
+    "weights of a sparse linear model that predicts the utility from the training subset",
+    unit="utility",
+    takes=Drawing,
+)
 def datamodels(
     sample_ids: Ids,
     validation: Mapping[str, Any],
     *,
-    utility: Utility,
-    subsets: int = 1000,
-    share: float = 0.5,
-    draw: Draw = "size",
     regression: Regression = "lasso",
     strength: float | None = None,
-    seed: int = 0,
-    jobs: int = 1,
-    cells: Path | None = None,
-    tell: Tell | None = None,
+    **drawing: Any,
 ) -> dict[str, Vector]:
     """Fit V(S) ≈ c + Σ β over S by a penalised regression on random subsets (Ilyas et al. 2022), by scikit-learn.
 
@@ -41,27 +39,21 @@ def datamodels(
     Args:
         sample_ids: The samples, ``[n]``.
         validation: Its names are those of the utility's numbers.
-        utility: ``(positions [m], seed) -> number per validation set``; every subset has a seed of its own.
-        subsets: How many; each costs one training run. ``empirical_influence`` with the same draws and ``cells`` shares them.
-        share: The part of the samples in a subset.
-        draw: ``size``: all subsets have round(share · n) samples; ``coins``: each sample is in with probability ``share``.
         regression: ``lasso``, as in the paper, or ``ridge``.
         strength: The penalty, scikit-learn's ``alpha``; None chooses it by cross-validation, for each validation set.
-        seed: Of subsets and training runs; the k-th subset does not depend on their number.
-        jobs: Processes.
-        cells: Folder where finished subsets are kept.
-        tell: Hears of progress.
+        drawing: How subsets are drawn and trained, see ``subsets.Drawing``; ``empirical_influence`` with the same and ``cells``
+            shares them.
     """
     if regression not in ("lasso", "ridge"):
         raise ConfigurationError(f"datamodels: unknown regression {regression!r}; available: lasso, ridge")
-    if strength is None and subsets < 2 * FOLDS:
+    how = Drawing(**drawing)
+    if strength is None and how.subsets < 2 * FOLDS:
         raise ConfigurationError(
-            f"datamodels: {subsets} subsets are too few to choose a penalty; draw {2 * FOLDS} or more, or give strength"
+            f"datamodels: {how.subsets} subsets are too few to choose a penalty; draw {2 * FOLDS} or more, or give strength"
         )
     _fit(regression, strength)  # if scikit-learn is missing, it is said before the training runs
-    drawn = random_subsets(len(sample_ids), subsets, share, draw, seed)
-    found = Retraining(sample_ids, validation, utility, jobs, cells, tell).utilities("datamodels: subsets", drawn)
-    masks = np.stack([subset.mask for subset in drawn])
+    drawn = Drawn("datamodels", sample_ids, how)
+    masks, found = drawn.masks, drawn.utilities(validation)
     return {name: _weights(masks, v, regression, strength) for name, v in found.items()}
 
 

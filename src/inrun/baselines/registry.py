@@ -4,7 +4,8 @@
     def mine(sample_ids, validation, *, model, steps=100):
         return {name: scores_for(data) for name, data in validation.items()}
 
-Keyword arguments without a default are what it needs, those with one are its options; :func:`run` checks both.
+Keyword arguments without a default are what it needs, those with one are its options; :func:`run` checks both. What several
+baselines take in common is a dataclass, ``register(..., takes=Options)``: its fields are arguments of each.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Baseline:
     #: What a score counts; ours count loss, and most others do not.
     unit: str
     compute: Compute
+    #: Whose arguments it takes beside its own.
+    takes: type | None = None
 
     @property
     def needs(self) -> list[str]:
@@ -49,7 +52,8 @@ class Baseline:
         return {p.name: p.default for p in self._keywords() if p.default is not p.empty}
 
     def _keywords(self) -> list[inspect.Parameter]:
-        return [p for p in inspect.signature(self.compute).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        signatures = [inspect.signature(x) for x in (self.takes, self.compute) if x is not None]
+        return [p for signature in signatures for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigurationError for arguments that are missing or unknown."""
@@ -66,11 +70,11 @@ class Baseline:
 BASELINES: dict[str, Baseline] = {}
 
 
-def register(name: str, summary: str, *, unit: str) -> Callable[[F], F]:
-    """Register a function as a baseline."""
+def register(name: str, summary: str, *, unit: str, takes: type | None = None) -> Callable[[F], F]:
+    """Register a function as a baseline; the fields of ``takes`` are arguments of it, too."""
 
     def add(compute: F) -> F:
-        BASELINES[name] = Baseline(name, summary, unit, compute)
+        BASELINES[name] = Baseline(name, summary, unit, compute, takes)
         return compute
 
     return add

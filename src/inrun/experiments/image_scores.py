@@ -41,7 +41,8 @@ class Setting:
     validation: int = 600
     training: Training = field(default_factory=Training)
     net: Net = field(default_factory=Net)
-    #: "clean": from a network trained on the other, clean images; "scratch": from random weights.
+    #: "clean": from a network trained on the other, clean images; "features": from the same with a new last layer; "scratch": from
+    #: random weights.
     start: str = "clean"
     in_run: tuple[str, ...] = tuple(IN_RUN)
     #: Checkpoints for TRAK, the last ones of those that are spread over the run.

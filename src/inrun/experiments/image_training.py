@@ -168,13 +168,16 @@ def make_subject(images: Images, task: Corrupted, net: Net, training: Training, 
         task: The corrupted set.
         net: The network.
         training: The recipe.
-        start: "clean" trains on the other, clean images first; "scratch" starts from random weights.
+        start: "clean" trains on the other, clean images first; "features" does so, and gives the network a new last layer, as
+            weights from another task need one; "scratch" starts from random weights.
         seed: Of weights and of the clean training.
     """
     model = build_net(net.kind, images.shape, net.width, seed)
-    if start == "clean":
+    if start in ("clean", "features"):
         recipe = replace(training, epochs=net.start_epochs, decay_every=max(1, -(-2 * net.start_epochs // 3)))
         _learn_clean(model, task.others, recipe, images.mirrors, seed)
     elif start != "scratch":
-        raise ValueError(f"start is {start!r}; it is clean or scratch")
+        raise ValueError(f"start is {start!r}; it is clean, features or scratch")
+    if start == "features":
+        model.head.load_state_dict(build_net(net.kind, images.shape, net.width, seed + 1).head.state_dict())
     return Subject(task, net, images.shape, training, {name: w.detach().clone() for name, w in model.state_dict().items()})

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from inrun.experiments import mislabel
-from inrun.experiments.image_methods import Scores, label_of
+from inrun.experiments.image_methods import Scores, Vector, label_of
 from inrun.experiments.image_scores import SUBSETS, Scored, Setting
 from inrun.experiments.image_training import accuracy
 from inrun.experiments.images import load_images
 from inrun.experiments.mislabel import mean_and_std, shown_mean
 from inrun.experiments.recipes import Findings, Table, Work
+from inrun.statistics import ranks
 
 #: Test accuracy on the top 20, 40, 60 and 80 %: ResNet-18 from ImageNet weights, 1,000 images, 10 % of the labels changed.
 PAPER = {
@@ -35,6 +36,8 @@ PAPER = {
 }
 #: Chosen with the true labels, which no method has.
 ORACLE = "oracle"
+#: Scores by which equal shares of every (given) label are taken, too.
+SPREAD, BY_LABEL = ("in_run_first", "whole", "influence_function"), "by label: "
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def run(config: SelectionConfig, work: Work) -> Findings:
     for seed in work.seeds:
         scored = Scored(config.setting, scoring, images, seed)
         scores = {name: s for name, s in scored.scores().items() if not config.methods or name in (*config.methods, "random")}
+        labels = scored.task.train[1].numpy()
+        scores |= {BY_LABEL + name: places_in_label(scores[name], labels) for name in SPREAD if name in scores}
         scores[ORACLE] = np.where(scored.task.changed, -1.0, 0.0) + 1e-3 * scores["random"]
         for name, values in _accuracies(config, work, scored, scores).items():
             if name == "all":
@@ -78,6 +83,15 @@ def run(config: SelectionConfig, work: Work) -> Findings:
     data = {"images": images.name, "shares": config.shares, "accuracy": found, "all_samples": everything, "paper": PAPER}
     notes = [images.note, *_notes(config, everything)]
     return Findings(data, [_table(config, found)], notes, draw=lambda path: _draw(path, config.shares, found, everything))
+
+
+def places_in_label(scores: Vector, labels: npt.NDArray[np.int64]) -> Vector:
+    """Return the share of the samples with the same label that score lower: the best of these are equal shares of all labels."""
+    found = np.zeros(len(scores))
+    for label in np.unique(labels):
+        mine = labels == label
+        found[mine] = ranks(scores[mine]) / mine.sum()
+    return found
 
 
 def _accuracies(config: SelectionConfig, work: Work, scored: Scored, scores: Scores) -> dict[str, list[float]]:
@@ -105,6 +119,8 @@ def _trained_on(scored: Scored, positions: npt.NDArray[np.int64], repeats: int) 
 
 
 def _label(name: str) -> str:
+    if name.startswith(BY_LABEL):
+        return f"{label_of(name.removeprefix(BY_LABEL))}, equal shares of labels"
     return "oracle (true labels)" if name == ORACLE else label_of(name)
 
 
@@ -143,7 +159,17 @@ def _notes(config: SelectionConfig, everything: list[float]) -> list[str]:
 
 
 #: What the figure shows: a line each is all that can be told apart.
-_DRAWN = ("random", "influence_function", "knn_shapley", "data_shapley", "in_run_first", "whole", "mean_loss", ORACLE)
+_DRAWN = (
+    "random",
+    "influence_function",
+    "knn_shapley",
+    "data_shapley",
+    "in_run_first",
+    "whole",
+    BY_LABEL + "whole",
+    "mean_loss",
+    ORACLE,
+)
 
 
 def _draw(path: Path, shares: tuple[float, ...], found: dict[str, list[list[float]]], everything: list[float]) -> None:
