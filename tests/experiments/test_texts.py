@@ -124,7 +124,7 @@ def test_whole_credit_adds_up_and_scoring_leaves_training_alone() -> None:
     assert loss_on(plain.model, rows) == pytest.approx(loss_on(scored.model, rows), abs=1e-5) and len(plain.checkpoints) == 2
     assert scored.scores["v"].sum() == pytest.approx(losses[0] - losses[6], rel=0.05)
     assert (scored.standard_errors["v"] > 0).all()
-    turns = train(SMALL, rows, batches, 256, 0, scoring=Scoring("first", {"v": rows[:4]}, per_step=2))
+    turns = train(SMALL, rows, batches, 256, 0, scoring=Scoring("proxy_first", {"v": rows[:4]}, per_step=2))
     assert turns.scores["v"].shape == (8,)
 
 
@@ -132,7 +132,7 @@ def test_text_baselines_rank_a_copy_first() -> None:
     texts = ("one two three four", "five six seven eight", "nine ten eleven twelve")
     rows = Encoder(16, None).rows(texts, ["d"] * 3)
     found = scores_by("bm25", SMALL, rows, order(SMALL, 3, 0), 256, 0, {"v": rows.take(np.array([1]))})
-    assert found["v"].argmax() == 1
+    assert found["bm25"]["v"].argmax() == 1
 
 
 def test_counting() -> None:

@@ -33,6 +33,7 @@ Examples:
 @click.option("--quick", "size", flag_value="quick", default="quick", help="Minutes (the default).")
 @click.option("--full", "size", flag_value="full", help="What the docs page reports.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="How many; they are 0, 1, 2 ...")
+@click.option("--first-seed", default=0, show_default=True, type=click.IntRange(0), help="Where they begin.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Processes for retraining.")
 @click.option("--threads", default=1, show_default=True, type=click.IntRange(1), help="CPU threads; results depend on them.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: runs/reproduce/NAME-SIZE]")
@@ -44,6 +45,7 @@ def reproduce(
     data: Path | None,
     size: str,
     seeds: int,
+    first_seed: int,
     jobs: int,
     threads: int,
     out: Path | None,
@@ -73,7 +75,7 @@ def reproduce(
             kept.unlink()
     began = time.perf_counter()
     with progress(patience=30.0) as tell:
-        work = Work(name, tuple(range(seeds)), data, cells, jobs, tell)
+        work = Work(name, tuple(range(first_seed, first_seed + seeds)), data, cells, jobs, tell)
         findings = run(name, size, work)
     written = save(findings, work, folder, time.perf_counter() - began)
     if as_json:

@@ -27,7 +27,7 @@ from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 Mask = npt.NDArray[np.bool_]
 #: (steps, test loss), from before the first step.
 Curve = list[list[float]]
-ALL_ARMS = ("first", "second", "midpoint", "whole", "significant", "by_step", "influence_function", "random")
+ALL_ARMS = ("proxy_first", "proxy_second", "step_midpoint", "whole", "significant", "by_step", "influence_function", "random")
 #: What one scored run in folds serves: credits, those that are clear of their errors, and credits against others of the same step.
 OF_WHOLE = ("whole", "significant", "by_step")
 #: Domains that a model is wanted for; where a corpus has none of them, its first useful one. ``useful`` is all but junk.
@@ -71,9 +71,9 @@ class CurationConfig:
     every: int = 20
 
 
-_FEW = ("first", "whole", "random")
+_FEW = ("proxy_first", "whole", "random")
 _NEOX = Study("GPT-NeoX-like, prose wanted", TextRun(model="gpt_neox"), arms=_FEW, equal_share=False, seeds=1)
-_WITHOUT_SECOND = tuple(arm for arm in ALL_ARMS if arm != "second")
+_WITHOUT_SECOND = tuple(arm for arm in ALL_ARMS if arm != "proxy_second")
 SIZES = {
     "smoke": CurationConfig(
         (Study("GPT", TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2), "useful", seeds=1),),
@@ -94,13 +94,15 @@ SIZES = {
         validation_rows=32,
         rows_per_step=8,
     ),
+    # About half an hour of one core: 17 runs and 4 scored ones a seed for the first study.
     "full": CurationConfig(
         (
-            Study("GPT-2-like, prose wanted"),
-            _NEOX,
-            Study("GPT-2-like, code and maths wanted", target="technical", arms=_FEW, equal_share=False),
-            Study("GPT-2-like, all domains but junk wanted", target="useful", arms=_FEW, equal_share=False),
-        )
+            Study("GPT-2-like, prose wanted", TextRun(steps=300), arms=_WITHOUT_SECOND),
+            replace(_NEOX, run=TextRun(steps=300, model="gpt_neox")),
+            Study("GPT-2-like, all domains but junk wanted", TextRun(steps=300), "useful", _FEW, equal_share=False, seeds=1),
+        ),
+        CorpusConfig(1500, 64, 256, 16, 32),
+        rows_per_step=8,
     ),
 }
 

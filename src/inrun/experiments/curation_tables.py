@@ -12,11 +12,11 @@ from inrun.experiments.recipes import Table
 from inrun.experiments.text_runs import TITLES, TextRun
 
 Cell = dict[str, Any]
-PAPER_SAVED = {"first": "about 25 %", "second": "about 25 %", "influence_function": "a little less"}
+PAPER_SAVED = {"proxy_first": "about 25 %", "proxy_second": "about 25 %", "influence_function": "a little less"}
 COLOURS = {
-    "first": "#c98a00",
-    "second": "#8a6d00",
-    "midpoint": "#1f6f8b",
+    "proxy_first": "#c98a00",
+    "proxy_second": "#8a6d00",
+    "step_midpoint": "#1f6f8b",
     "whole": "#0b3954",
     "significant": "#4f9d69",
     "by_step": "#6c5b7b",
@@ -123,7 +123,7 @@ def negatives_table(cells: list[Cell]) -> Table:
     for arm, title in TITLES.items():
         found = summary(cells, arm, "own")
         if found is not None and arm != "random":
-            rows.append([title, spread(100 * found["dropped"], ".1f") + " %", "16 %" if arm == "second" else None])
+            rows.append([title, spread(100 * found["dropped"], ".1f") + " %", "16 %" if arm == "proxy_second" else None])
     return Table("Share of documents with a negative score", ["score", "negative", "paper"], rows)
 
 

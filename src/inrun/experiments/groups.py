@@ -22,7 +22,7 @@ from inrun.experiments.text_runs import TITLES, TextRun, Values, loss_on, order,
 from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
 from inrun.statistics import pearson, spearman
 
-WAYS = ("first", "second", "midpoint", "whole", "influence_function", "trak", "bm25", "random")
+WAYS = ("proxy_first", "proxy_second", "step_midpoint", "whole", "influence_function", "trak", "bm25", "random")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ SIZES = {
         singles=1,
     ),
     "quick": GroupsConfig(
-        run=TextRun(steps=50, lr=1e-3), ways=("first", "midpoint", "whole", "influence_function"), halves=8, singles=2
+        run=TextRun(steps=50, lr=1e-3), ways=("proxy_first", "step_midpoint", "whole", "influence_function"), halves=8, singles=2
     ),
     "full": GroupsConfig(),
 }
@@ -106,7 +106,7 @@ class _Seed:
     def _scores(self, way: str) -> dict[str, list[float]]:
         c = self.corpus
         found = scores_by(way, self.config.run, c.train, self.batches, c.vocab, self.seed, self.validation)
-        return {name: values.tolist() for name, values in found.items()}
+        return {name: values.tolist() for name, values in found[way].items()}
 
     def all(self, done: int) -> dict[str, Any]:
         """Return scores of groups, effects of leaving them out, and correlations."""

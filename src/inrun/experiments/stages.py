@@ -31,7 +31,7 @@ class StagesConfig:
     #: Domains of the validation sets; where a corpus has none of them, its first two useful ones.
     sets: tuple[str, ...] = ("latex_math", "math_word_problems", "dm_mathematics")
     #: The second is the paper's.
-    ways: tuple[str, ...] = ("whole", "second")
+    ways: tuple[str, ...] = ("whole", "proxy_second")
     stages: int = 20
 
 
