@@ -46,15 +46,15 @@ EARLY = 0.1
 class DomainsConfig:
     """What is tried."""
 
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 64, 2048, 4, 0))
-    run: TextRun = field(default_factory=lambda: TextRun(steps=150))
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(600, 32, 1024, 8, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=300, context=32))
     ways: tuple[str, ...] = WAYS
     #: Half of a domain's documents.
-    k: int = 40
+    k: int = 20
     #: Numbers of every gradient that whole credit keeps, for so many sets at once.
     sketch: int = 4096
     #: Validation rows of a domain that a step looks at, in turn; 0 for all. At the end all are looked at.
-    rows_per_step: int = 0
+    rows_per_step: int = 2
 
 
 SIZES = {
@@ -62,8 +62,12 @@ SIZES = {
         CorpusConfig(64, 16, 256, 2, 0), TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2), k=8, sketch=256
     ),
     "quick": DomainsConfig(
-        CorpusConfig(600, 32, 1024, 4, 0), TextRun(steps=75, context=32), tuple(way for way in WAYS if way != "proxy_second"), k=20
+        CorpusConfig(600, 32, 1024, 4, 0),
+        TextRun(steps=75, context=32),
+        tuple(way for way in WAYS if way != "proxy_second"),
+        rows_per_step=0,
     ),
+    # A quarter of an hour of one core.
     "full": DomainsConfig(),
 }
 
@@ -97,7 +101,8 @@ def run(config: DomainsConfig, work: Work) -> Findings:
         f"tokens each (vocabulary {config.corpus.vocab}), {shape.steps} AdamW steps of batch {shape.batch}, "
         f"{rows}{turns}; k = {config.k}. BM25 reads the same rows as text.",
         "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; without curvature "
-        "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say which it took.",
+        "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say "
+        "which it took.",
         "The paper: GPT-2 on the Pile, k = 1000; its domains differ in size, so that its numbers go beyond ours.",
     ]
     return Findings({"cells": cells}, tables, notes, draw=lambda path: _draw(means, domains, path))
@@ -163,19 +168,21 @@ def _early_table(early: dict[str, list[float]]) -> Table:
 
 
 def _draw(means: dict[str, dict[str, list[float]]], domains: list[str], path: Path) -> None:
+    """Draw a row per domain, easiest first, with a mark per way, and the standard deviation over seeds as a line."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), layout="constrained")
-    width = 0.8 / len(means)
+    figure, axis = plt.subplots(figsize=(9, 0.46 * len(domains) + 1.9), layout="constrained")
+    ordered = sorted(domains, key=lambda d: np.mean([np.mean(found[d]) for found in means.values()]))
     for i, (way, found) in enumerate(means.items()):
-        places = np.arange(len(domains)) + (i - (len(means) - 1) / 2) * width
-        values = [np.mean(found[d]) for d in domains]
-        errors = [np.std(found[d], ddof=1) if len(found[d]) > 1 else 0.0 for d in domains]
-        style = {"color": COLOURS.get(way, "#4f9d69"), "yerr": errors, "error_kw": {"lw": 0.7}}
-        axis.bar(places, values, width, label=TITLES[way], **style)
-    axis.axhline(1, color="0.5", lw=0.8, ls="--")
-    axis.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize=8)
-    axis.set_ylabel("normalised recall@k (dashed: chance)")
-    axis.legend(fontsize=8, frameon=False, ncol=3)
-    axis.margins(y=0.18)
+        places = np.arange(len(ordered)) - 0.7 * ((i + 0.5) / len(means) - 0.5)
+        errors = [np.std(found[d], ddof=1) if len(found[d]) > 1 else 0.0 for d in ordered]
+        mark = "o" if run_of(way) in OURS else "D"
+        style = {"color": COLOURS[way], "fmt": mark, "ms": 5, "elinewidth": 0.8, "label": TITLES[way]}
+        axis.errorbar([np.mean(found[d]) for d in ordered], places, xerr=errors, **style)
+    for line in np.arange(len(ordered) - 1) + 0.5:
+        axis.axhline(line, color="0.92", lw=0.8, zorder=0)
+    axis.axvline(1, color="0.5", lw=0.8, ls="--")
+    axis.set_yticks(range(len(ordered)), ordered, fontsize=9)
+    axis.set(xlabel="normalised recall@k (dashed: chance; circles: in-run)", xlim=(-0.3, None), ylim=(-0.5, len(ordered) - 0.5))
+    figure.legend(loc="outside upper center", fontsize=8, frameon=False, ncol=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

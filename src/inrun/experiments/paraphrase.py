@@ -31,7 +31,7 @@ LEVELS: dict[str, str | None] = {
     "same topic": "145.6 / 141.6 / 292 / 20917.3",
 }
 INSTRUCTION = "### Instruction: Write a text about the following. ### Answer: "
-WAYS = ("proxy_first", "proxy_second", "step_midpoint", "whole", "by_step", "influence_function", "trak", "bm25")
+WAYS = ("proxy_first", "proxy_by_step", "whole", "by_step", "influence_function", "gradient_product", "trak", "bm25")
 #: The domain that originals are given.
 ORIGINALS = "original"
 
@@ -40,11 +40,11 @@ ORIGINALS = "original"
 class ParaphraseConfig:
     """What is tried."""
 
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 64, 2048, 1, 0))
-    run: TextRun = field(default_factory=lambda: TextRun(steps=150))
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(600, 32, 1024, 1, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=200, context=32))
     ways: tuple[str, ...] = WAYS
     #: Originals for every seed, other ones each time; half of them news, half of the Bible.
-    originals: int = 6
+    originals: int = 4
     sketch: int = 4096
     #: Edges of the figure's histogram, in units of the largest value.
     bins: int = 60
@@ -59,11 +59,9 @@ SIZES = {
         bins=10,
     ),
     "quick": ParaphraseConfig(
-        CorpusConfig(600, 32, 1024, 1, 0),
-        TextRun(steps=75, context=32),
-        ("proxy_first", "whole", "influence_function", "trak", "bm25"),
-        originals=4,
+        run=TextRun(steps=75, context=32), ways=("proxy_first", "whole", "influence_function", "trak", "bm25")
     ),
+    # A quarter of an hour of one core.
     "full": ParaphraseConfig(),
 }
 
@@ -225,25 +223,30 @@ def _draw(config: ParaphraseConfig, cells: list[dict[str, Any]], path: Path) -> 
     plt = pyplot()
     ours = [w for w in config.ways if w in OURS][-1]
     mine = [c["values"] for c in cells if c["way"] == ours]
-    figure, axes = plt.subplots(1, len(LEVELS) + 1, figsize=(3.0 * len(LEVELS) + 5.2, 3.8), layout="constrained")
+    figure, grid = plt.subplots(2, (len(LEVELS) + 2) // 2, figsize=(12, 6.6), layout="constrained")
+    axes = grid.ravel()
     edges = np.array(mine[0]["edges"])
     for axis, level in zip(axes, LEVELS, strict=False):
         counts = np.sum([np.array(v[level]["counts"]) for v in mine], axis=0)
         axis.stairs(counts, edges, fill=True, color="#8fb8de")
         for value in (x for v in mine for x in v[level]["originals"]):
-            axis.axvline(value, ymax=0.9, color="#b3446c", lw=0.9, alpha=0.6)
+            axis.axvline(value, ymax=0.9, color="#b3446c", lw=1.1, alpha=0.6)
         axis.set_yscale("symlog", linthresh=1)
-        axis.set_title(level, fontsize=9)
+        axis.set_title(level, fontsize=10)
         axis.set_xlabel("value / largest", fontsize=8)
-        axis.tick_params(labelsize=7)
-    axes[0].set_ylabel(f"documents, {TITLES[ours].removeprefix('in-run, ')}\n(lines: the originals)", fontsize=8)
+        axis.tick_params(labelsize=8)
+    for row in grid:
+        row[0].set_ylabel(f"documents, {TITLES[ours].removeprefix('in-run, ')}\n(lines: the originals)", fontsize=8)
     last = axes[-1]
     for way in config.ways:
         means = [np.mean(_of(cells, way, level)) for level in LEVELS]
-        last.plot(range(len(LEVELS)), means, "o-", ms=4, lw=1.2, color=COLOURS.get(way, "#4f9d69"), label=TITLES[way])
-    last.set_yscale("log")
-    last.set_xticks(range(len(LEVELS)), list(LEVELS), rotation=25, ha="right", fontsize=7)
-    last.set_title("mean rank of the original", fontsize=9)
-    last.legend(fontsize=6, frameon=False)
+        mark = "o-" if run_of(way) in OURS else "D--"
+        last.plot(means, range(len(LEVELS)), mark, ms=4, lw=1.2, color=COLOURS[way], label=TITLES[way].split(" (")[0])
+    last.axvline((cells[0]["documents"] + 1) / 2, color="0.6", lw=0.8, ls=":")
+    last.set_xscale("log")
+    last.set_yticks(range(len(LEVELS)), [level.replace(" in an", "\nin an") for level in LEVELS], fontsize=8)
+    last.invert_yaxis()
+    last.set_title("mean rank of the original (dotted: chance)", fontsize=10)
+    last.legend(fontsize=6.5, frameon=False, loc="upper right")
     figure.savefig(path, dpi=100)
     plt.close(figure)
