@@ -34,10 +34,7 @@ PAPER: dict[str, tuple[float, float, float, float]] = {
     "ubuntu_irc": (10.2, 11.5, 4.3, 12.5),
     "gutenberg": (8.7, 15.3, 8.8, 25.9),
 }
-WAYS = (
-    *("proxy_first", "proxy_by_step", "proxy_second", "whole", "by_step"),
-    *("influence_function", "gradient_product", "bm25"),
-)
+WAYS = ("proxy_first", "proxy_by_step", "whole", "by_step", "influence_function", "gradient_product", "bm25")
 #: Documents of the first steps: this share of them.
 EARLY = 0.1
 
@@ -64,7 +61,6 @@ SIZES = {
     "quick": DomainsConfig(
         CorpusConfig(600, 32, 1024, 4, 0),
         TextRun(steps=75, context=32),
-        tuple(way for way in WAYS if way != "proxy_second"),
         rows_per_step=0,
     ),
     # A quarter of an hour of one core.

@@ -303,8 +303,7 @@ def scores_by(
     model = train(run, rows.tokens, batches, vocab, seed).model
     found = {way: baseline(way, rows.tokens, held, model)}
     if way in BESIDE:
-        last = {"checkpoints": [model.state_dict()], "lrs": [1.0]}
-        found[BESIDE[way]] = baseline("tracin_cp", rows.tokens, held, model, **last)
+        found[BESIDE[way]] = baseline(BESIDE[way], rows.tokens, held, model)
     return found
 
 
@@ -317,7 +316,9 @@ def _with_others_of_the_step(way: str, trained: Trained, held: Mapping[str, Tens
 
 
 def baseline(name: str, tokens: Tensor, rows: Mapping[str, Tensor], model: nn.Module, **more: Any) -> dict[str, Values]:
-    """Score documents by a baseline that looks at gradients; ``[n]`` by set."""
+    """Score documents by a baseline that looks at gradients, or by their product with those of the sets; ``[n]`` by set."""
+    if name == "gradient_product":
+        return baseline("tracin_cp", tokens, rows, model, checkpoints=[model.state_dict()], lrs=[1.0])
 
     def sample_loss(model: nn.Module, k: Any) -> Tensor:
         # A vector of one index: with a bare one torch asks for its value, which cannot be mapped over.
