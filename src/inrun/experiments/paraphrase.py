@@ -241,12 +241,12 @@ def _draw(config: ParaphraseConfig, cells: list[dict[str, Any]], path: Path) -> 
     for way in config.ways:
         means = [np.mean(_of(cells, way, level)) for level in LEVELS]
         mark = "o-" if run_of(way) in OURS else "D--"
-        last.plot(means, range(len(LEVELS)), mark, ms=4, lw=1.2, color=COLOURS[way], label=TITLES[way].split(" (")[0])
+        last.plot(means, range(len(LEVELS)), mark, ms=4, lw=1.2, color=COLOURS[way], label=TITLES[way].replace(", the paper's", ""))
     last.axvline((cells[0]["documents"] + 1) / 2, color="0.6", lw=0.8, ls=":")
     last.set_xscale("log")
     last.set_yticks(range(len(LEVELS)), [level.replace(" in an", "\nin an") for level in LEVELS], fontsize=8)
     last.invert_yaxis()
     last.set_title("mean rank of the original (dotted: chance)", fontsize=10)
-    last.legend(fontsize=6.5, frameon=False, loc="upper right")
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncol=4, title="lower right")
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -30,8 +30,8 @@ class StagesConfig:
     run: TextRun = field(default_factory=lambda: TextRun(steps=200, context=32))
     #: Domains of the validation sets; where a corpus has none of them, its first two useful ones.
     sets: tuple[str, ...] = ("latex_math", "math_word_problems", "dm_mathematics")
-    #: The second is the paper's.
-    ways: tuple[str, ...] = ("whole", "proxy_second")
+    #: The second is the paper's, to first order.
+    ways: tuple[str, ...] = ("whole", "proxy_first")
     stages: int = 20
 
 
@@ -149,7 +149,7 @@ def _draw(cells: list[dict[str, Any]], path: Path) -> None:
         axes[0][column].set(title=f"validation: {name}", ylim=(0, 1), xlim=(part[0], 100), ylabel="share of positive value so far")
         means = np.mean([np.array(c["sums"][name]) / np.maximum(1, np.array(c["uses"])) for c in mine], axis=0)
         # The matching domain and the two next ones in colour; the rest, whose means are of a few uses, in grey.
-        best = set(np.argsort(-means.sum(0), kind="stable")[:3].tolist())
+        best = {*np.argsort(-means.sum(0), kind="stable")[:3].tolist(), domains.index(name)}
         for d, domain in enumerate(domains):
             style = {"color": colours[d] if d in best else "0.8", "lw": 2.4 if domain == name else 1.4 if d in best else 0.8}
             axes[1][column].plot(part, 1e3 * means[:, d], zorder=3 if d in best else 1, **style)
