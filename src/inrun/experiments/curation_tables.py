@@ -12,19 +12,24 @@ from inrun.experiments.recipes import Table
 from inrun.experiments.text_runs import TITLES, TextRun
 
 Cell = dict[str, Any]
-PAPER_SAVED = {"first": "about 25 %", "second": "about 25 %", "influence_function": "a little less"}
+PAPER_SAVED = {"proxy_first": "about 25 %", "proxy_second": "about 25 %", "influence_function": "a little less"}
 COLOURS = {
-    "first": "#c98a00",
-    "second": "#8a6d00",
-    "midpoint": "#1f6f8b",
+    "proxy_first": "#c98a00",
+    "proxy_second": "#8a6d00",
+    "step_midpoint": "#1f6f8b",
     "whole": "#0b3954",
     "significant": "#4f9d69",
-    "by_step": "#6c5b7b",
+    "proxy_by_step": "#e8c468",
+    "by_step": "#7d6bb0",
     "influence_function": "#b3446c",
+    "gradient_product": "#e39fbb",
     "trak": "#d1603d",
     "bm25": "#4f9d69",
     "random": "#888888",
 }
+
+#: What an arm drops.
+_WHICH = {"own": "its own negatives", "equal": "as many as whole credit"}
 
 
 def steps_to(curve: list[list[float]], target: float) -> float | None:
@@ -69,11 +74,15 @@ def spread(values: Any, form: str = ".3f") -> str:
     return f"{x.mean():{form}}" + (f" ± {x.std(ddof=1):{form.lstrip('+')}}" if len(x) > 1 else "")
 
 
+def order_noise(cells: list[Cell]) -> float:
+    """Return the spread of one run's final loss over orders of the data, nothing dropped."""
+    return float(np.sqrt(np.mean([np.var(c["finals_by_order"], ddof=1) for c in cells])))
+
+
 def reached_table(name: str, run: TextRun, cells: list[Cell]) -> Table:
     """Return when each arm has the original's final loss, and how much lower it ends."""
     rows: list[list[object]] = []
-    kinds = [("own", "its own negatives"), ("equal", "as many as whole credit")]
-    for kind, words in kinds:
+    for kind, words in _WHICH.items():
         for arm, title in TITLES.items():
             found = summary(cells, arm, kind)
             if found is None:
@@ -94,8 +103,9 @@ def reached_table(name: str, run: TextRun, cells: list[Cell]) -> Table:
                     None if found["over_random"] is None or arm == "random" else spread(found["over_random"], "+.4f"),
                 ]
             )
-    # The spread of one run's final loss over orders of the data, nothing dropped.
-    noise = float(np.sqrt(np.mean([np.var(c["finals_by_order"], ddof=1) for c in cells])))
+    noise = order_noise(cells)
+    draws = _single_draws(cells)
+    below = sum(x > 0 for lower in draws for x in lower)
     final = spread([c["original"][-1][1] for c in cells])
     return Table(
         f"{name}: steps to the original's final test loss",
@@ -112,9 +122,17 @@ def reached_table(name: str, run: TextRun, cells: list[Cell]) -> Table:
         ],
         rows,
         f"Mean ± standard deviation over {len(cells)} seed(s). The original ends at {final} nats. A run that never reaches its "
-        f"loss counts with all its steps. The last column is paired by seed. With nothing dropped, the final loss of a "
-        f"single run varies by {noise:.4f} (standard deviation) with the order of the data.",
+        f"loss counts with all its steps. The last column is paired by seed. Random removal is the mean of "
+        f"{len(draws[0]) if draws else 0} draws a seed; single ones end below the original in {below} of "
+        f"{sum(map(len, draws))} runs. With nothing dropped, the final loss of a single run varies by {noise:.4f} (standard "
+        f"deviation over {len(cells[0]['finals_by_order'])} orders a seed) with the order of the data.",
     )
+
+
+def _single_draws(cells: list[Cell]) -> list[list[float]]:
+    """Return by seed how much lower than the original single random removals end."""
+    randoms = [(c, a) for c in cells for a in c["arms"] if a["arm"] == "random"]
+    return [[c["original"][-1][1] - final for final in a["finals"]] for c, a in randoms]
 
 
 def negatives_table(cells: list[Cell]) -> Table:
@@ -123,7 +141,7 @@ def negatives_table(cells: list[Cell]) -> Table:
     for arm, title in TITLES.items():
         found = summary(cells, arm, "own")
         if found is not None and arm != "random":
-            rows.append([title, spread(100 * found["dropped"], ".1f") + " %", "16 %" if arm == "second" else None])
+            rows.append([title, spread(100 * found["dropped"], ".1f") + " %", "16 %" if arm == "proxy_second" else None])
     return Table("Share of documents with a negative score", ["score", "negative", "paper"], rows)
 
 
@@ -142,34 +160,59 @@ def domains_table(cells: list[Cell]) -> Table:
             ]
             row.append(f"{100 * np.mean(shares):.0f} %")
         rows.append(row)
-    return Table("What is dropped: share of each domain's documents", ["domain", *arms], rows, "Mean over seeds.")
+    return Table(
+        "What is dropped: share of each domain's documents", ["domain", *(_short(arm) for arm in arms)], rows, "Mean over seeds."
+    )
+
+
+def _short(arm: str) -> str:
+    return TITLES[arm].removeprefix("in-run, ").removesuffix(" (SGD proxy, the paper's)")
 
 
 def draw_curves(cells: list[Cell], path: Path) -> None:
-    """Draw the test loss over steps, relative to the original's final one: a panel per study, a line per arm."""
+    """Draw the test loss over steps, relative to the original's final one: a panel per study and kind of share, a line per arm."""
     plt = pyplot()
     studies = list(dict.fromkeys(c["study"] for c in cells))
-    figure, axes = plt.subplots(1, len(studies), figsize=(5.6 * len(studies), 4.4), squeeze=False, layout="constrained")
-    for axis, study in zip(axes[0], studies, strict=True):
+    panels = [(s, kind) for s in studies for kind in _WHICH if any(a["share"] == kind for a in _arms(cells, s))]
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(6.2 * columns, 4.2 * lines), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (study, kind) in zip(axes.flat, panels, strict=False):
         mine = [c for c in cells if c["study"] == study]
-        _draw_line(axis, [c["original"] for c in mine], mine, "original", {"color": "black", "lw": 1.6})
+        _draw_line(axis, [c["original"] for c in mine], mine, "original", {"color": "black", "lw": 1.8})
+        ends = [0.0]
         for arm, colour in COLOURS.items():
-            kind = "equal" if arm == "by_step" else "own"
-            curves = [a["curve"] for c in mine for a in c["arms"] if (a["arm"], a["share"]) == (arm, kind)]
+            # Whole credit sets the share, and as many are dropped at random: they are in both.
+            own = "own" if arm in ("whole", "random") else kind
+            curves = [a["curve"] for a in _arms(cells, study) if (a["arm"], a["share"]) == (arm, own)]
             if curves:
-                _draw_line(axis, curves, mine, TITLES[arm].removeprefix("in-run, "), {"color": colour, "lw": 1.2})
-        axis.axhline(0, color="0.7", lw=0.8, zorder=0)
-        late = mine[0]["original"][len(mine[0]["original"]) // 4][1] - mine[0]["original"][-1][1]
-        axis.set_ylim(-0.6 * late, 1.2 * late)
-        axis.set_title(f"{study} ({len(mine)} seed{'s' if len(mine) > 1 else ''})", fontsize=10)
+                dashes = "--" if arm == "random" else "-"
+                style = {"color": colour, "lw": 1.4, "ls": dashes}
+                ends.append(_draw_line(axis, curves, mine, _short(arm), style))
+        noise = order_noise(mine)
+        axis.axhspan(-noise, noise, color="0.9", zorder=0, label="one run, by order of the data (± s.d.)")
+        axis.axhline(0, color="0.6", lw=0.8, zorder=1)
+        axis.set_ylim(1.3 * min(ends) - noise, 0.3)
+        steps = mine[0]["original"][-1][0]
+        axis.set_xlim(0.15 * steps, steps)
+        seeds = f"{len(mine)} seed{'s' if len(mine) > 1 else ''}"
+        axis.set_title(f"{study}; {_WHICH[kind]} dropped ({seeds})", fontsize=9)
         axis.set_xlabel("steps")
-        axis.set_ylabel("test loss − the original's at the end (nats)")
+        axis.set_ylabel("test loss − the original's at the end (nats)", fontsize=9)
         axis.legend(fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _draw_line(axis: Any, curves: list[Any], cells: list[Cell], label: str, style: dict[str, Any]) -> None:
-    """Draw the mean over seeds, each relative to its own original."""
+def _arms(cells: list[Cell], study: str) -> list[dict[str, Any]]:
+    return [arm for cell in cells if cell["study"] == study for arm in cell["arms"]]
+
+
+def _draw_line(axis: Any, curves: list[Any], cells: list[Cell], label: str, style: dict[str, Any]) -> float:
+    """Draw the mean over seeds, each relative to its own original; return where it ends."""
     relative = [np.array(curve)[:, 1] - c["original"][-1][1] for curve, c in zip(curves, cells, strict=True)]
-    axis.plot(np.array(curves[0])[:, 0], np.mean(relative, axis=0), label=label, **style)
+    mean = np.mean(relative, axis=0)
+    axis.plot(np.array(curves[0])[:, 0], mean, label=label, **style)
+    return float(mean[-1])

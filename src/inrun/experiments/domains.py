@@ -16,7 +16,7 @@ import numpy as np
 from inrun.experiments.curation_tables import COLOURS, spread
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, scores_by
+from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 
 #: The paper's normalised recall@1000, as (first order, second order, influence function, BM25).
@@ -34,20 +34,24 @@ PAPER: dict[str, tuple[float, float, float, float]] = {
     "ubuntu_irc": (10.2, 11.5, 4.3, 12.5),
     "gutenberg": (8.7, 15.3, 8.8, 25.9),
 }
-WAYS = ("first", "second", "whole", "by_step", "influence_function", "bm25")
+WAYS = ("proxy_first", "proxy_by_step", "whole", "by_step", "influence_function", "gradient_product", "bm25")
+#: Documents of the first steps: this share of them.
+EARLY = 0.1
 
 
 @dataclass(frozen=True)
 class DomainsConfig:
     """What is tried."""
 
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 64, 2048, 4, 0))
-    run: TextRun = field(default_factory=lambda: TextRun(steps=150))
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(600, 32, 1024, 8, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=300, context=32))
     ways: tuple[str, ...] = WAYS
     #: Half of a domain's documents.
-    k: int = 40
+    k: int = 20
     #: Numbers of every gradient that whole credit keeps, for so many sets at once.
     sketch: int = 4096
+    #: Validation rows of a domain that a step looks at, in turn; 0 for all. At the end all are looked at.
+    rows_per_step: int = 2
 
 
 SIZES = {
@@ -55,8 +59,11 @@ SIZES = {
         CorpusConfig(64, 16, 256, 2, 0), TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2), k=8, sketch=256
     ),
     "quick": DomainsConfig(
-        CorpusConfig(600, 32, 1024, 4, 0), TextRun(steps=75, context=32), tuple(way for way in WAYS if way != "second"), k=20
+        CorpusConfig(600, 32, 1024, 4, 0),
+        TextRun(steps=75, context=32),
+        rows_per_step=0,
     ),
+    # A quarter of an hour of one core.
     "full": DomainsConfig(),
 }
 
@@ -69,33 +76,51 @@ def recall(scores: Values, same: np.ndarray[Any, Any], k: int) -> float:
 
 def run(config: DomainsConfig, work: Work) -> Findings:
     """Score for every domain, and count."""
-    cells, source, jobs = [], "", [(seed, way) for seed in work.seeds for way in config.ways]
-    for done, (seed, way) in enumerate(jobs):
-        work.tell(f"{way}, seed {seed}", done, len(jobs))
+    runs = list(dict.fromkeys(run_of(way) for way in config.ways))
+    cells, source, jobs = [], "", [(seed, main) for seed in work.seeds for main in runs]
+    for done, (seed, main) in enumerate(jobs):
+        work.tell(f"{main}, seed {seed}", done, len(jobs))
         corpus = read_corpus(work, config.corpus, seed)
         source = corpus.source
-        key = {"way": way, "seed": seed, "config": replace(config, ways=()), "text": source}
-        cells.append({"way": way, "seed": seed, "recall": work.cell(key, functools.partial(_recalls, config, corpus, way, seed))})
+        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source}
+        found = work.cell(key, functools.partial(_counted, config, corpus, main, seed))
+        cells += [{"way": way, "seed": seed, **found[way]} for way in config.ways if way in found]
     domains = sorted(cells[0]["recall"])
     means = {way: {d: [c["recall"][d] for c in cells if c["way"] == way] for d in domains} for way in config.ways}
-    tables = [_table(config, means, domains), _wins_table(means, domains)]
+    early = {way: [c["early"] for c in cells if c["way"] == way] for way in config.ways}
+    tables = [_table(config, means, domains), _wins_table(means, domains), _early_table(early)]
     shape = config.run
+    rows = f"{config.corpus.validation_rows} validation rows of each domain"
+    turns = f" ({config.rows_per_step} of them at each step in turn, for in-run scores)" if config.rows_per_step else ""
     notes = [
         f"Text: {source}. {config.corpus.documents} documents of {len(domains)} domains, a row of {config.corpus.context + 1} "
         f"tokens each (vocabulary {config.corpus.vocab}), {shape.steps} AdamW steps of batch {shape.batch}, "
-        f"{config.corpus.validation_rows} validation rows of each domain; k = {config.k}. BM25 reads the same rows as text.",
+        f"{rows}{turns}; k = {config.k}. BM25 reads the same rows as text.",
+        "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; without curvature "
+        "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say "
+        "which it took.",
         "The paper: GPT-2 on the Pile, k = 1000; its domains differ in size, so that its numbers go beyond ours.",
     ]
     return Findings({"cells": cells}, tables, notes, draw=lambda path: _draw(means, domains, path))
 
 
-def _recalls(config: DomainsConfig, corpus: Corpus, way: str, seed: int) -> dict[str, float]:
+def _counted(config: DomainsConfig, corpus: Corpus, main: str, seed: int) -> dict[str, Any]:
+    """Return recalls by domain, and how many of the best are documents of the first steps, for all ways of one run."""
     validation = {d: corpus.validation.only({d}) for d in corpus.domains}
     batches = order(config.run, len(corpus.train), seed)
-    options = {"sketch": config.sketch} if way in ("whole", "by_step") else {}
-    scores = scores_by(way, config.run, corpus.train, batches, corpus.vocab, seed, validation, options)
+    options = {"sketch": config.sketch} if main == "whole" else {}
+    given = (config.run, corpus.train, batches, corpus.vocab, seed, validation, options, config.rows_per_step)
+    found = scores_by(main, *given)
     of = np.array(corpus.train.domains)
-    return {d: recall(scores[d], of == d, config.k) for d in corpus.domains}
+    first = np.zeros(len(of), bool)
+    first[batches.ravel()[: round(EARLY * len(of))]] = True
+    return {
+        way: {
+            "recall": {d: recall(scores[d], of == d, config.k) for d in corpus.domains},
+            "early": float(np.mean([recall(scores[d], first, config.k) for d in corpus.domains])),
+        }
+        for way, scores in found.items()
+    }
 
 
 def _table(config: DomainsConfig, means: dict[str, dict[str, list[float]]], domains: list[str]) -> Table:
@@ -116,7 +141,8 @@ def _table(config: DomainsConfig, means: dict[str, dict[str, list[float]]], doma
 def _wins_table(means: dict[str, dict[str, list[float]]], domains: list[str]) -> Table:
     """Return in how many domains one of our ways is above a baseline."""
     rows: list[list[object]] = []
-    ours, theirs = [w for w in means if w in (*OURS, "by_step")], [w for w in means if w not in (*OURS, "by_step")]
+    ours = [w for w in means if run_of(w) in OURS]
+    theirs = [w for w in means if w not in ours]
     for way in ours:
         row: list[object] = [TITLES[way]]
         for other in theirs:
@@ -127,20 +153,32 @@ def _wins_table(means: dict[str, dict[str, list[float]]], domains: list[str]) ->
     return Table("Domains in which the mean is higher", ["", *(f"than {TITLES[w]}" for w in theirs)], rows)
 
 
+def _early_table(early: dict[str, list[float]]) -> Table:
+    rows = [[TITLES[way], spread(found, ".2f")] for way, found in early.items()]
+    return Table(
+        f"Documents of the first steps among the k best (1 = chance, {1 / EARLY:g} = all)",
+        ["", "recall of the first tenth of the documents that training takes"],
+        rows,
+        "Mean over domains. What a document is worth falls fast in the first steps, whatever it says.",
+    )
+
+
 def _draw(means: dict[str, dict[str, list[float]]], domains: list[str], path: Path) -> None:
+    """Draw a row per domain, easiest first, with a mark per way, and the standard deviation over seeds as a line."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(11, 4.2), layout="constrained")
-    width = 0.8 / len(means)
+    figure, axis = plt.subplots(figsize=(9, 0.46 * len(domains) + 1.9), layout="constrained")
+    ordered = sorted(domains, key=lambda d: np.mean([np.mean(found[d]) for found in means.values()]))
     for i, (way, found) in enumerate(means.items()):
-        places = np.arange(len(domains)) + (i - (len(means) - 1) / 2) * width
-        values = [np.mean(found[d]) for d in domains]
-        errors = [np.std(found[d], ddof=1) if len(found[d]) > 1 else 0.0 for d in domains]
-        style = {"color": COLOURS.get(way, "#4f9d69"), "yerr": errors, "error_kw": {"lw": 0.7}}
-        axis.bar(places, values, width, label=TITLES[way], **style)
-    axis.axhline(1, color="0.5", lw=0.8, ls="--")
-    axis.set_xticks(range(len(domains)), domains, rotation=30, ha="right", fontsize=8)
-    axis.set_ylabel("normalised recall@k (dashed: chance)")
-    axis.legend(fontsize=8, frameon=False, ncol=3)
-    axis.margins(y=0.18)
+        places = np.arange(len(ordered)) - 0.7 * ((i + 0.5) / len(means) - 0.5)
+        errors = [np.std(found[d], ddof=1) if len(found[d]) > 1 else 0.0 for d in ordered]
+        mark = "o" if run_of(way) in OURS else "D"
+        style = {"color": COLOURS[way], "fmt": mark, "ms": 5, "elinewidth": 0.8, "label": TITLES[way]}
+        axis.errorbar([np.mean(found[d]) for d in ordered], places, xerr=errors, **style)
+    for line in np.arange(len(ordered) - 1) + 0.5:
+        axis.axhline(line, color="0.92", lw=0.8, zorder=0)
+    axis.axvline(1, color="0.5", lw=0.8, ls="--")
+    axis.set_yticks(range(len(ordered)), ordered, fontsize=9)
+    axis.set(xlabel="normalised recall@k (dashed: chance; circles: in-run)", xlim=(-0.3, None), ylim=(-0.5, len(ordered) - 0.5))
+    figure.legend(loc="outside upper center", fontsize=8, frameon=False, ncol=3)
     figure.savefig(path, dpi=110)
     plt.close(figure)

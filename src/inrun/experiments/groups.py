@@ -22,7 +22,9 @@ from inrun.experiments.text_runs import TITLES, TextRun, Values, loss_on, order,
 from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
 from inrun.statistics import pearson, spearman
 
-WAYS = ("first", "second", "midpoint", "whole", "influence_function", "trak", "bm25", "random")
+#: What titles of panels do without.
+PAPERS = ", the paper's"
+WAYS = ("proxy_first", "proxy_second", "step_midpoint", "whole", "influence_function", "trak", "bm25", "random")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ SIZES = {
         singles=1,
     ),
     "quick": GroupsConfig(
-        run=TextRun(steps=50, lr=1e-3), ways=("first", "midpoint", "whole", "influence_function"), halves=8, singles=2
+        run=TextRun(steps=50, lr=1e-3), ways=("proxy_first", "step_midpoint", "whole", "influence_function"), halves=8, singles=2
     ),
     "full": GroupsConfig(),
 }
@@ -106,7 +108,7 @@ class _Seed:
     def _scores(self, way: str) -> dict[str, list[float]]:
         c = self.corpus
         found = scores_by(way, self.config.run, c.train, self.batches, c.vocab, self.seed, self.validation)
-        return {name: values.tolist() for name, values in found.items()}
+        return {name: values.tolist() for name, values in found[way].items()}
 
     def all(self, done: int) -> dict[str, Any]:
         """Return scores of groups, effects of leaving them out, and correlations."""
@@ -176,19 +178,22 @@ def _draw(config: GroupsConfig, cells: list[dict[str, Any]], path: Path) -> None
     plt = pyplot()
     columns = min(4, len(config.ways))
     lines = -(-len(config.ways) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(3.3 * columns, 3.3 * lines), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.3 * columns, 3.3 * lines), squeeze=False, sharex=True, sharey=True, layout="constrained"
+    )
     for axis in axes.flat[len(config.ways) :]:
         axis.axis("off")
     for axis, way in zip(axes.flat, config.ways, strict=False):
         for c in cells:
             for v in c["final"]:
                 x, y = _standard(c["effects"][v]), _standard(c["ways"][way]["sums"][v])
-                axis.plot(x, y, "o", ms=2.5, alpha=0.5, color=COLOURS.get(way, "#4f9d69"))
+                axis.plot(x, y, "o", ms=2.5, alpha=0.5, mew=0, color=COLOURS[way])
+        axis.axline((0, 0), slope=1, color="0.75", lw=0.8, zorder=0)
         mean = np.nanmean([c["ways"][way]["spearman"][v] for c in cells for v in c["final"]])
-        axis.set_title(f"{TITLES[way]}\nSpearman {mean:.2f}", fontsize=8)
-        axis.set_xlabel("effect of leaving out (standardised)", fontsize=7)
-        axis.set_ylabel("score (standardised)", fontsize=7)
-        axis.tick_params(labelsize=6)
+        axis.set(xlim=(-4, 4), ylim=(-4, 4))
+        axis.set_title(f"{TITLES[way].replace(PAPERS, '')}\nSpearman {mean:.2f}", fontsize=9)
+    figure.supxlabel("effect of leaving the group out on the validation loss (standardised by set and seed)", fontsize=10)
+    figure.supylabel("score of the group (standardised)", fontsize=10)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

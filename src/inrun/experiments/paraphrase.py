@@ -18,7 +18,7 @@ from inrun.errors import ConfigurationError
 from inrun.experiments.curation_tables import COLOURS
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import TITLES, TextRun, Values, order, scores_by
+from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
 from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
 
 FILE = "paraphrases.jsonl"
@@ -31,7 +31,7 @@ LEVELS: dict[str, str | None] = {
     "same topic": "145.6 / 141.6 / 292 / 20917.3",
 }
 INSTRUCTION = "### Instruction: Write a text about the following. ### Answer: "
-WAYS = ("first", "second", "midpoint", "whole", "by_step", "influence_function", "trak", "bm25")
+WAYS = ("proxy_first", "proxy_by_step", "whole", "by_step", "influence_function", "gradient_product", "trak", "bm25")
 #: The domain that originals are given.
 ORIGINALS = "original"
 
@@ -40,11 +40,11 @@ ORIGINALS = "original"
 class ParaphraseConfig:
     """What is tried."""
 
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 64, 2048, 1, 0))
-    run: TextRun = field(default_factory=lambda: TextRun(steps=150))
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(600, 32, 1024, 1, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=200, context=32))
     ways: tuple[str, ...] = WAYS
     #: Originals for every seed, other ones each time; half of them news, half of the Bible.
-    originals: int = 6
+    originals: int = 4
     sketch: int = 4096
     #: Edges of the figure's histogram, in units of the largest value.
     bins: int = 60
@@ -59,26 +59,25 @@ SIZES = {
         bins=10,
     ),
     "quick": ParaphraseConfig(
-        CorpusConfig(600, 32, 1024, 1, 0),
-        TextRun(steps=75, context=32),
-        ("first", "whole", "influence_function", "trak", "bm25"),
-        originals=4,
+        run=TextRun(steps=75, context=32), ways=("proxy_first", "whole", "influence_function", "trak", "bm25")
     ),
+    # A quarter of an hour of one core.
     "full": ParaphraseConfig(),
 }
 
 
 def run(config: ParaphraseConfig, work: Work) -> Findings:
     """Score for every text by itself, and rank the originals."""
-    cells, source, jobs = [], "", [(seed, way) for seed in work.seeds for way in config.ways]
-    for done, (seed, way) in enumerate(jobs):
-        work.tell(f"{way}, seed {seed}", done, len(jobs))
+    runs = list(dict.fromkeys(run_of(way) for way in config.ways))
+    cells, source, jobs = [], "", [(seed, main) for seed in work.seeds for main in runs]
+    for done, (seed, main) in enumerate(jobs):
+        work.tell(f"{main}, seed {seed}", done, len(jobs))
         groups, where = _groups(work, config.originals, seed)
         corpus = read_corpus(work, config.corpus, seed)
         source = f"{corpus.source}; originals and rewrites: {where}"
-        key = {"way": way, "seed": seed, "config": replace(config, ways=()), "text": source}
-        found = work.cell(key, functools.partial(_ranks, config, corpus, groups, way, seed))
-        cells.append({"way": way, "seed": seed, **found})
+        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source}
+        found = work.cell(key, functools.partial(_ranks, config, corpus, groups, main, seed))
+        cells += [{"way": way, "seed": seed, **found[way]} for way in config.ways if way in found]
     documents = cells[0]["documents"]
     notes = [
         f"Text: {source}. {documents} training documents, {config.originals} of them originals (others for every seed), a row of "
@@ -141,7 +140,8 @@ def _python_groups(work: Work, count: int, seed: int) -> list[_Group]:
     return groups
 
 
-def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], way: str, seed: int) -> dict[str, Any]:
+def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main: str, seed: int) -> dict[str, Any]:
+    """Return ranks of the originals by level, for all ways of one run."""
     encode = corpus.encode
     originals = encode.rows([g.original for g in groups], [ORIGINALS] * len(groups))
     rows = corpus.train.and_also(originals)
@@ -152,12 +152,18 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], way: 
         texts = {"exact copy": group.original, "half of it in an instruction": INSTRUCTION[: 2 * len(half)] + half, **group.others}
         for level in LEVELS:
             validation[f"{level} {i}"] = encode.rows([texts[level]], [ORIGINALS])
-    options = {"sketch": config.sketch} if way in ("whole", "by_step") else {}
+    options = {"sketch": config.sketch} if main == "whole" else {}
     batches = order(config.run, len(rows), seed)
-    scores = scores_by(way, config.run, rows, batches, corpus.vocab, seed, validation, options)
+    found = scores_by(main, config.run, rows, batches, corpus.vocab, seed, validation, options)
     place = len(corpus.train)
-    ranks = {level: [_rank(scores[f"{level} {i}"], place + i) for i in range(len(groups))] for level in LEVELS}
-    return {"documents": len(rows), "ranks": ranks, "values": _histograms(config, scores, len(groups), place)}
+    return {
+        way: {
+            "documents": len(rows),
+            "ranks": {level: [_rank(scores[f"{level} {i}"], place + i) for i in range(len(groups))] for level in LEVELS},
+            "values": _histograms(config, scores, len(groups), place),
+        }
+        for way, scores in found.items()
+    }
 
 
 def _rank(scores: Values, place: int) -> float:
@@ -215,27 +221,32 @@ def _median_table(config: ParaphraseConfig, cells: list[dict[str, Any]]) -> Tabl
 def _draw(config: ParaphraseConfig, cells: list[dict[str, Any]], path: Path) -> None:
     """Draw how values are distributed for every level, with the originals, for the last of our ways; and ranks of all ways."""
     plt = pyplot()
-    ours = [w for w in config.ways if w in ("first", "second", "midpoint", "whole")][-1]
+    ours = [w for w in config.ways if w in OURS][-1]
     mine = [c["values"] for c in cells if c["way"] == ours]
-    figure, axes = plt.subplots(1, len(LEVELS) + 1, figsize=(3.0 * len(LEVELS) + 5.2, 3.8), layout="constrained")
+    figure, grid = plt.subplots(2, (len(LEVELS) + 2) // 2, figsize=(12, 6.6), layout="constrained")
+    axes = grid.ravel()
     edges = np.array(mine[0]["edges"])
     for axis, level in zip(axes, LEVELS, strict=False):
         counts = np.sum([np.array(v[level]["counts"]) for v in mine], axis=0)
         axis.stairs(counts, edges, fill=True, color="#8fb8de")
         for value in (x for v in mine for x in v[level]["originals"]):
-            axis.axvline(value, ymax=0.9, color="#b3446c", lw=0.9, alpha=0.6)
+            axis.axvline(value, ymax=0.9, color="#b3446c", lw=1.1, alpha=0.6)
         axis.set_yscale("symlog", linthresh=1)
-        axis.set_title(level, fontsize=9)
+        axis.set_title(level, fontsize=10)
         axis.set_xlabel("value / largest", fontsize=8)
-        axis.tick_params(labelsize=7)
-    axes[0].set_ylabel(f"documents, {TITLES[ours].removeprefix('in-run, ')}\n(lines: the originals)", fontsize=8)
+        axis.tick_params(labelsize=8)
+    for row in grid:
+        row[0].set_ylabel(f"documents, {TITLES[ours].removeprefix('in-run, ')}\n(lines: the originals)", fontsize=8)
     last = axes[-1]
     for way in config.ways:
         means = [np.mean(_of(cells, way, level)) for level in LEVELS]
-        last.plot(range(len(LEVELS)), means, "o-", ms=4, lw=1.2, color=COLOURS.get(way, "#4f9d69"), label=TITLES[way])
-    last.set_yscale("log")
-    last.set_xticks(range(len(LEVELS)), list(LEVELS), rotation=25, ha="right", fontsize=7)
-    last.set_title("mean rank of the original", fontsize=9)
-    last.legend(fontsize=6, frameon=False)
+        mark = "o-" if run_of(way) in OURS else "D--"
+        last.plot(means, range(len(LEVELS)), mark, ms=4, lw=1.2, color=COLOURS[way], label=TITLES[way].replace(", the paper's", ""))
+    last.axvline((cells[0]["documents"] + 1) / 2, color="0.6", lw=0.8, ls=":")
+    last.set_xscale("log")
+    last.set_yticks(range(len(LEVELS)), [level.replace(" in an", "\nin an") for level in LEVELS], fontsize=8)
+    last.invert_yaxis()
+    last.set_title("mean rank of the original (dotted: chance)", fontsize=10)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncol=4, title="lower right")
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -26,12 +26,12 @@ Values = np.ndarray[Any, Any]
 class StagesConfig:
     """What is tried."""
 
-    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(2400, 64, 2048, 8, 0))
-    run: TextRun = field(default_factory=lambda: TextRun(steps=400))
+    corpus: CorpusConfig = field(default_factory=lambda: CorpusConfig(1200, 32, 1024, 8, 0))
+    run: TextRun = field(default_factory=lambda: TextRun(steps=200, context=32))
     #: Domains of the validation sets; where a corpus has none of them, its first two useful ones.
     sets: tuple[str, ...] = ("latex_math", "math_word_problems", "dm_mathematics")
-    #: The second is the paper's.
-    ways: tuple[str, ...] = ("whole", "second")
+    #: The second is the paper's, to first order.
+    ways: tuple[str, ...] = ("whole", "proxy_first")
     stages: int = 20
 
 
@@ -148,11 +148,16 @@ def _draw(cells: list[dict[str, Any]], path: Path) -> None:
         axes[0][column].stackplot(part, found.T, labels=domains, colors=colours)
         axes[0][column].set(title=f"validation: {name}", ylim=(0, 1), xlim=(part[0], 100), ylabel="share of positive value so far")
         means = np.mean([np.array(c["sums"][name]) / np.maximum(1, np.array(c["uses"])) for c in mine], axis=0)
+        # The matching domain and the two next ones in colour; the rest, whose means are of a few uses, in grey.
+        best = {*np.argsort(-means.sum(0), kind="stable")[:3].tolist(), domains.index(name)}
         for d, domain in enumerate(domains):
-            axes[1][column].plot(part, 1e6 * means[:, d], color=colours[d], lw=2.2 if domain == name else 1.0)
+            style = {"color": colours[d] if d in best else "0.8", "lw": 2.4 if domain == name else 1.4 if d in best else 0.8}
+            axes[1][column].plot(part, 1e3 * means[:, d], zorder=3 if d in best else 1, **style)
+        others = np.delete(means, [i for i, d in enumerate(domains) if d == name], axis=1).mean(1)
+        axes[1][column].plot(part, 1e3 * others, "k--", lw=1.4, label=f"mean of all but {name}", zorder=4)
         axes[1][column].axhline(0, color="0.6", lw=0.8, zorder=0)
-        axes[1][column].set_yscale("symlog", linthresh=100)
-        axes[1][column].set(xlabel="% of training", ylabel="mean value of a use (1e-6 nats)", xlim=(part[0], 100))
+        axes[1][column].set(xlabel="% of training", ylabel="mean value of a use (1e-3 nats)", xlim=(part[0], 100))
+        axes[1][column].legend(fontsize=8, frameon=False, loc="upper right")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=100)

@@ -31,23 +31,27 @@ Values = npt.NDArray[np.float64]
 Batches = npt.NDArray[np.int64]
 #: Our ways to score a run: options of the accountant by name.
 OURS: dict[str, dict[str, Any]] = {
-    "first": {"method": "first", "update": "sgd"},
-    "second": {"method": "second", "update": "sgd", "hessian": "differences"},
-    "midpoint": {"method": "midpoint"},
+    "proxy_first": {"method": "first", "update": "sgd"},
+    "proxy_second": {"method": "second", "update": "sgd", "hessian": "differences"},
+    "step_midpoint": {"method": "midpoint"},
     "whole": {"credit": "whole"},
 }
+#: What the run of a way gives besides, at hardly any cost: values against their batch, and the product of gradients at the end.
+BESIDE = {"proxy_first": "proxy_by_step", "whole": "by_step", "influence_function": "gradient_product"}
 #: Baselines that look at the final weights alone; others get checkpoints spread over the run.
 AT_THE_END = ("influence_function", "gradient_cosine", "loss_at_end")
 CHECKPOINTS = 5
 #: What tables call them.
 TITLES = {
-    "first": "in-run, first order (SGD proxy, the paper's)",
-    "second": "in-run, second order (SGD proxy, the paper's)",
-    "midpoint": "in-run, midpoint (step game)",
+    "proxy_first": "in-run, first order (SGD proxy, the paper's)",
+    "proxy_second": "in-run, second order (SGD proxy, the paper's)",
+    "step_midpoint": "in-run, midpoint (step game)",
     "whole": "in-run, whole credit",
     "significant": "in-run, whole credit, significance rule",
+    "proxy_by_step": "in-run, first order (SGD proxy) against its batch",
     "by_step": "in-run, whole credit against its batch",
     "influence_function": "influence function",
+    "gradient_product": "influence function without curvature",
     "trak": "TRAK",
     "bm25": "BM25",
     "random": "random",
@@ -254,6 +258,11 @@ def against_batch(uses: Any, documents: int) -> Values:
     return np.bincount(ids, standard, documents) / np.maximum(np.bincount(ids, minlength=documents), 1)
 
 
+def run_of(way: str) -> str:
+    """Return the way whose run gives this one besides; itself where it has its own."""
+    return next((main for main, other in BESIDE.items() if other == way), way)
+
+
 def scores_by(
     way: str,
     run: TextRun,
@@ -263,11 +272,12 @@ def scores_by(
     seed: int,
     validation: Mapping[str, Rows],
     options: Mapping[str, Any] | None = None,
-) -> dict[str, Values]:
-    """Score documents in one of our ways or by a baseline; ``[n]`` by validation set.
+    per_step: int = 0,
+) -> dict[str, dict[str, Values]]:
+    """Score documents in one of our ways or by a baseline; ``[n]`` by way and validation set: the way and what is ``BESIDE`` it.
 
     Args:
-        way: One of ``OURS``, ``by_step`` (whole credit against its batch), or a baseline that takes gradients or texts.
+        way: One of ``OURS``, or a baseline that takes gradients or texts.
         run: Model and training.
         rows: The documents.
         batches: Which of them each step takes.
@@ -275,29 +285,40 @@ def scores_by(
         seed: Of the first weights.
         validation: Rows by name.
         options: More options of the accountant, for our ways.
+        per_step: Rows of a set that a step looks at, for our ways; 0 for all.
     """
     held = {name: some.tokens for name, some in validation.items()}
     if way in OURS:
-        return train(run, rows.tokens, batches, vocab, seed, scoring=Scoring(way, held, options=options or {})).scores
-    if way == "by_step":
-        uses = train(run, rows.tokens, batches, vocab, seed, scoring=Scoring("whole", held, options=options or {})).uses
-        names = np.array(uses["validation"].to_pylist())
-        return {name: against_batch(uses.filter(names == name), len(rows)) for name in held}
+        scoring = Scoring(way, held, per_step, options=options or {})
+        return _with_others_of_the_step(way, train(run, rows.tokens, batches, vocab, seed, scoring=scoring), held)
     if way == "bm25":
-        return _by_set(
-            registry.run(way, np.arange(len(rows)), {n: list(v.texts) for n, v in validation.items()}, texts=list(rows.texts))
-        )
+        texts = {name: list(some.texts) for name, some in validation.items()}
+        return {way: _by_set(registry.run(way, np.arange(len(rows)), texts, texts=list(rows.texts)))}
     if way == "random":
-        return _by_set(registry.run(way, np.arange(len(rows)), held, seed=seed))
+        return {way: _by_set(registry.run(way, np.arange(len(rows)), held, seed=seed))}
     if way not in AT_THE_END:
         spread = [round(run.steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
         trained = train(run, rows.tokens, batches, vocab, seed, checkpoints=spread)
-        return baseline(way, rows.tokens, held, trained.model, checkpoints=trained.checkpoints)
-    return baseline(way, rows.tokens, held, train(run, rows.tokens, batches, vocab, seed).model)
+        return {way: baseline(way, rows.tokens, held, trained.model, checkpoints=trained.checkpoints)}
+    model = train(run, rows.tokens, batches, vocab, seed).model
+    found = {way: baseline(way, rows.tokens, held, model)}
+    if way in BESIDE:
+        found[BESIDE[way]] = baseline(BESIDE[way], rows.tokens, held, model)
+    return found
+
+
+def _with_others_of_the_step(way: str, trained: Trained, held: Mapping[str, Tensor]) -> dict[str, dict[str, Values]]:
+    found = {way: trained.scores}
+    if way in BESIDE:
+        names = np.array(trained.uses["validation"].to_pylist())
+        found[BESIDE[way]] = {n: against_batch(trained.uses.filter(names == n), len(trained.scores[n])) for n in held}
+    return found
 
 
 def baseline(name: str, tokens: Tensor, rows: Mapping[str, Tensor], model: nn.Module, **more: Any) -> dict[str, Values]:
-    """Score documents by a baseline that looks at gradients; ``[n]`` by set."""
+    """Score documents by a baseline that looks at gradients, or by their product with those of the sets; ``[n]`` by set."""
+    if name == "gradient_product":
+        return baseline("tracin_cp", tokens, rows, model, checkpoints=[model.state_dict()], lrs=[1.0])
 
     def sample_loss(model: nn.Module, k: Any) -> Tensor:
         # A vector of one index: with a bare one torch asks for its value, which cannot be mapped over.
