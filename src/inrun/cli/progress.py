@@ -72,7 +72,7 @@ class _ErrorHandler(logging.Handler):
         """Write a line."""
         try:
             print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:
+        except (OSError, ValueError):
             self.handleError(record)
 
 
