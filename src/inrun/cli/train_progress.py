@@ -20,7 +20,7 @@ PATIENCE = 2.0
 #: Validation sets, and steps and samples of each, that the last words of a run speak of.
 MOST_SETS, MOST_NAMED = 4, 3
 #: Seconds of a step below which what scoring costs is not told.
-SMALL = 0.02
+SMALL = 0.1
 
 
 #: Columns that step, bar, time left and the gaps between them take beside the digits of the step.
