@@ -1,6 +1,7 @@
 """What the explorer costs on a large run: CPU and wall time of its questions, memory, and how soon new steps are seen.
 
 python benchmarks/explorer.py [--rows 10000000] [--samples 1000000] [--whole] [--folder DIR] [--json]
+python benchmarks/explorer.py --write DIR/run, and later --ask DIR/run (once: steps are added to it)
 
 CPU time is that of the whole process, all threads of DuckDB together. The run is written first, in a process of its own.
 """
@@ -153,16 +154,20 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="with whole credit")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--write", type=Path, metavar="RUN", help="only write the run")
+    parser.add_argument("--ask", type=Path, metavar="RUN", help="only ask a run that was written")
     given = parser.parse_args()
     if given.write:
         write(given.write, given.rows, given.samples, given.whole)
         return
-    with tempfile.TemporaryDirectory(dir=given.folder) as place:
-        run = Path(place) / "run"
-        size = ["--rows", str(given.rows), "--samples", str(given.samples), *(["--whole"] if given.whole else [])]
-        subprocess.run([sys.executable, __file__, "--write", str(run), *size], check=True)  # noqa: S603
-        found = ask(run)
+    if given.ask:
+        found = ask(given.ask)
+    else:
+        with tempfile.TemporaryDirectory(dir=given.folder) as place:
+            run = Path(place) / "run"
+            size = ["--rows", str(given.rows), "--samples", str(given.samples), *(["--whole"] if given.whole else [])]
+            subprocess.run([sys.executable, __file__, "--write", str(run), *size], check=True)  # noqa: S603
+            found = ask(run)
     if given.json:
         print(json.dumps(found, indent=2))
         return

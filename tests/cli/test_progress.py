@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import uuid
 
 import pytest
 from rich.console import Console
@@ -66,3 +73,46 @@ def test_step_bar_and_time_left_stay_on_a_narrow_terminal(width, monkeypatch):
         console.print(bar.get_renderable())
     (line,) = shown.get().splitlines()
     assert "step   120/20000" in line and "--:--" in line and "loss 4.250" in line and len(line.rstrip()) <= width
+
+
+TERMINAL = """
+import logging, time
+from inrun.cli.progress import log_to_terminal
+from inrun.cli.train_progress import reading_then_training
+from inrun.training.loop import Status
+log_to_terminal()
+with reading_then_training() as (reading, tell):
+    for done in range(6):
+        reading(done, 5, 7)
+        time.sleep(0.12)
+    logging.getLogger("inrun").warning("a message that a person is to read")
+    for step in range(1, 6):
+        tell(Status(step, 5, loss=2.0))
+        time.sleep(0.12)
+"""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_one_line_at_a_time_and_messages_above_it(tmp_path):
+    script, seen = tmp_path / "script.py", []
+    script.write_text(TERMINAL)
+    name = f"inrun-test-{uuid.uuid4().hex[:8]}"
+    tmux = ["tmux", "-L", name]
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}; echo ended; sleep 600"
+    subprocess.run([*tmux, "new-session", "-d", "-x", "80", "-y", "20", command], check=True)
+    try:
+        until = time.monotonic() + 120
+        while not seen or "ended" not in seen[-1]:
+            assert time.monotonic() < until, seen[-1:]
+            shown = subprocess.run([*tmux, "capture-pane", "-p"], check=True, capture_output=True, text=True).stdout
+            seen.append([line.rstrip() for line in shown.splitlines() if line.strip()])
+            time.sleep(0.03)
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=False)
+    assert seen[-1][0] == "a message that a person is to read"
+    assert seen[-1][1].startswith("step 5/5 ━") and seen[-1][2:] == ["ended"]
+    assert any(line.startswith("tokenising") for screen in seen for line in screen)
+    lines = [line for screen in seen for line in screen if line.startswith("step")]
+    assert lines and all(re.match(r"step \d/5 [━╸╺]{14} (\d\d:\d\d|--:--) loss 2\.000$", line) for line in lines), lines
+    for screen in seen:
+        assert sum(line.startswith(("starting", "tokenis", "step")) for line in screen) <= 1, screen

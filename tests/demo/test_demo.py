@@ -68,9 +68,11 @@ def test_a_short_demo_tells_its_story(tmp_path):
         rows = {r["group"]: r["mean_per_sample"] for r in told["domains"] if r["validation"] == name}
         assert rows[name] > rows["noise"]
     assert told["books"]["validation_sets"][0]["audited"] >= 2
-    with CliRunner().isolation() as streams:
+    with CliRunner(env={"COLUMNS": "80"}).isolation() as streams:
         tell_story(told, None)
         text = streams[0].getvalue().decode()
+    lines = [line for line in text.splitlines() if run not in line]
+    assert max(map(len, lines)) <= 80 and "helped most" in text and "e-6" not in text
     assert "precision" in text and "The books" in text and f"inrun curate {run}" in text.replace("\n", "")
     assert run_demo(config).finished  # a demo is replaced by the next
     (tmp_path / "mine").mkdir()

@@ -8,7 +8,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from explorer_runs import SAMPLES, SOON, Written, samples
+from explorer_runs import PATIENCE, SAMPLES, SOON, Written, samples
 from explorer_serving import TOKEN
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.explorer.app import ASSETS, build_app
@@ -100,6 +100,7 @@ def test_search_and_filters(client):
     assert ids(["c:domain", "not", "math"]) == [i for i in range(SAMPLES) if i % 3]
     assert ids(["c:domain", "empty", ""]) == [2, 5, 8, 11] and ids(["c:domain", "has", "OD"]) == [1, 4, 7, 10]
     assert ids(["c:tokens", "ge", "50"], ["c:tokens", "lt", "70"]) == [5, 6] and ids(["c:tokens", "is", "50"]) == [5]
+    assert ids(["c:tokens", "lt", "9" * 300]) == list(range(SAMPLES)) and ids(["id", "gt", "9" * 19]) == []
     assert ids(["c:good", "is", "true"]) == [0, 2, 4, 6, 8, 10] and ids(["id", "gt", "9.5"]) == [10, 11]
     low = ids(["s:score:docs", "lt", "0"])
     assert low == [int(r["id"]) for r in page(client, set="docs", sort="id", order="up")["rows"] if (r["score"] or 0) < 0]
@@ -165,10 +166,11 @@ def test_a_run_being_written_shows_new_steps(tmp_path):
         assert page(client)["total"] == 0
         for steps in (1, 3):
             run.steps(steps)
-            until = time.monotonic() + SOON
+            until = time.monotonic() + PATIENCE
             while client.get("/api/status").json()["runs"][0]["last_step"] != run.step - 1:
                 assert time.monotonic() < until
                 time.sleep(0.05)
+            assert found.snapshots[0].view.read_at - run.on_disk_at() < SOON
             assert page(client)["total"] > 0
     run.ledger.close()
 
@@ -229,6 +231,84 @@ def test_origins(client):
     assert client.get("/api/runs").json()["runs"][0]["marks"] == {}
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS"):
         assert client.request(method, f"{RUN}/marks", headers={"origin": HERE}).status_code == 405
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_pages_of_other_ports_cannot_ask_in_our_name(client, site):
+    """They are same-site, so that a browser sends our cookie along; and a picture or script of theirs has no Origin."""
+    for path in APIS:
+        assert client.get(path, headers={"sec-fetch-site": site, "sec-fetch-mode": "no-cors"}).status_code == 403, path
+        assert client.get(path, headers={"sec-fetch-site": site, "sec-fetch-mode": "navigate"}).status_code == 403, path
+        assert client.get(path, headers={"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}).status_code == 200, path
+    link = {"sec-fetch-site": site, "sec-fetch-mode": "navigate"}
+    assert client.get(f"/?token={TOKEN}", headers=link).status_code == 200  # a link in a mail or a notebook opens the page
+    assert client.get("/", headers={**link, "sec-fetch-mode": "no-cors"}).status_code == 403
+    assert client.get("/?token=wrong", headers={**link, "cookie": ""}).status_code == 403
+
+
+def test_no_question_reaches_a_file(found):
+    """Were there a way to put SQL into a question, it would find the store closed: no other file, no change of settings."""
+    import duckdb
+
+    con = found.snapshots[0].store.cursor()
+    other = found.snapshots[1].reader.files("contributions")[0]
+    for sql in (
+        f"FROM read_parquet('{other}')",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "COPY r0.items TO '/tmp/inrun-never.csv'",
+        "ATTACH '/tmp/inrun-never.duckdb'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SET enable_external_access = true",
+        "SET threads = 1",
+    ):
+        with pytest.raises(duckdb.Error):
+            con.execute(sql)
+
+
+def test_parts_outside_of_a_run_are_not_read(tmp_path):
+    """A ledger from elsewhere may name any file, or have links in it."""
+    (tmp_path / "secret").mkdir()
+    for number, how in enumerate(("link", "folder", "path")):
+        run = Written(tmp_path / f"run{number}")
+        run.ledger.register_samples(samples())
+        run.steps(2)
+        run.ledger.close()
+        (part,) = (run.path / "samples").glob("*.parquet")
+        hidden = tmp_path / "secret" / part.name
+        if how == "link":
+            part.rename(hidden)
+            part.symlink_to(hidden)
+        elif how == "folder":
+            part.parent.rename(tmp_path / "secret" / "samples")
+            part.parent.symlink_to(tmp_path / "secret" / "samples")
+        else:
+            for file in (run.path / "manifest").iterdir():
+                file.write_bytes(file.read_bytes().replace(b"samples/", b"../secret/samples/"))
+        with pytest.raises(LedgerError), opened([run.path], every=3600):
+            pass
+
+
+def test_trouble_with_a_run_is_told_and_does_not_end_the_following(tmp_path, monkeypatch):
+    import duckdb
+
+    run = Written(tmp_path / "run")
+    run.steps(1)
+    with opened([run.path], every=0.05) as found:
+        client, snapshot = client_of(found), found.snapshots[0]
+
+        def status(wanted):
+            until = time.monotonic() + PATIENCE
+            while not wanted(told := client.get("/api/status").json()["runs"][0]):
+                assert time.monotonic() < until, told
+                time.sleep(0.02)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(snapshot, "_take_in", lambda seen: (_ for _ in ()).throw(duckdb.OutOfMemoryException("no room")))
+            run.steps(1)
+            status(lambda told: told["error"] == "no room" and told["last_step"] == 0)
+        status(lambda told: told["error"] is None and told["last_step"] == 1)
+    run.ledger.close()
 
 
 def test_headers_everywhere(client, found):

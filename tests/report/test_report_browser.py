@@ -1,133 +1,46 @@
 """The report in a real browser: hostile text, switches, accessibility, phone and print. ``make test-browser`` runs it."""
 
-# ruff: noqa: E402 - selenium is looked for first, and its absence is said
-
 from __future__ import annotations
 
 import base64
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from chromium import AXE, BROWSER_TESTS, Chromium, needs_axe
 from inrun.report import build_report
 from report_hostile import SETS, hostile_run
 from report_payloads import PAYLOADS
 from report_stories import tell_story
 
-HERE = Path(__file__).parents[1]
-webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium, or make test-browser")
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
+pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium, or make test-browser")
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-AXE = HERE / "browser" / "node_modules" / "axe-core" / "axe.min.js"
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: apt-get install chromium chromium-driver"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-]
-#: Runs before any script of a page: whatever gets through is counted.
-CANARY = """
-window.__calls = [];
-const noted = (name) => (x) => { window.__calls.push([name, String(x)]); };
-for (const name of ["alert", "confirm", "prompt", "open", "fetch"]) window[name] = noted(name);
-window.__errors = [];
-addEventListener("error", (e) => window.__errors.push(String(e.message)));
-addEventListener("unhandledrejection", (e) => window.__errors.push(String(e.reason)));
-document.addEventListener("securitypolicyviolation", (e) => window.__errors.push(`${e.violatedDirective} ${e.blockedURI}`));
-"""
+pytestmark = BROWSER_TESTS
 
 
-class Browser:
-    """A page in Chromium, and everything it did."""
+class Browser(Chromium):
+    """Chromium with a report."""
 
-    def __init__(self) -> None:
-        options = Options()
-        options.binary_location = CHROMIUM
-        for flag in (
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-dev-shm-usage",
-            "--hide-scrollbars",
-            "--force-color-profile=srgb",
-        ):
-            options.add_argument(flag)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-        self.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": CANARY})
-        self.console: list[str] = []
-        self.requests: list[str] = []
-        self.blocked: list[str] = []
+    unused = ("fetch",)
 
     def open(self, path: Path, width: int = 1200, height: int = 1000, scheme: str = "light", scale: float = 1) -> None:
         """Load a page afresh."""
-        self.look()
-        self.console.clear()
-        self.requests.clear()
-        self.blocked.clear()
-        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 500}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        features = [{"name": "prefers-color-scheme", "value": scheme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.begin(width, height, scheme, scale)
         self.driver.get(path.as_uri())
         self.run("try { localStorage.clear(); } catch (e) {}")
-        self.wait("return document.documentElement.dataset.ready === 'yes'")
-
-    def run(self, script: str, *values):
-        return self.driver.execute_script(script, *values)
-
-    def wait(self, script: str, seconds: float = 20.0) -> None:
-        until = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < until, f"never: {script}"
-            time.sleep(0.05)
-
-    def find(self, css: str):
-        return self.driver.find_element(By.CSS_SELECTOR, css)
-
-    def all(self, css: str):
-        return self.driver.find_elements(By.CSS_SELECTOR, css)
-
-    def choose(self, switch: str, value: str) -> None:
-        """Click a switch as a person would."""
-        box = self.find(f"#{switch} input[value='{value}']")
-        self.run("arguments[0].scrollIntoView({block: 'center'})", box)
-        box.click()
-        assert box.is_selected()
-
-    def look(self) -> None:
-        """Gather console messages and requests so far."""
-        self.console += [f"{e['level']} {e['message']}" for e in self.driver.get_log("browser")]
-        for entry in self.driver.get_log("performance"):
-            message = json.loads(entry["message"])["message"]
-            if message["method"] == "Network.requestWillBeSent":
-                self.requests.append(message["params"]["request"]["url"])
-            elif message["method"] == "Network.loadingFailed":
-                self.blocked.append(message["params"].get("blockedReason", "?"))
+        self.wait_until_ready()
 
     def check_quiet(self) -> None:
         """Nothing ran that should not, nothing was fetched, nothing was complained about."""
-        self.look()
-        assert self.run("return window.__pwned") is None
-        assert self.run("return window.__calls") == []
-        assert self.run("return window.__errors") == []
-        assert self.console == []
+        self.check_nothing_ran()
         assert [u for u in self.requests if not (u.startswith("file://") and u.partition("#")[0].endswith(".html"))] == []
         assert len(self.requests) == 1
-
-    def picture(self, path: Path, clip: dict | None = None) -> None:
-        more = {"clip": {**clip, "scale": 1}, "captureBeyondViewport": True} if clip else {}
-        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", **more})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 @pytest.fixture(scope="module")
@@ -282,16 +195,7 @@ def test_keyboard_alone_is_enough(browser, story):
 def test_theme_follows_the_system_and_the_switch(browser, story):
     for scheme in ("light", "dark"):
         browser.open(story, scheme=scheme)
-        background = "return getComputedStyle(document.body).backgroundColor"
-        own = browser.run(background)
-        browser.choose("theme", "dark" if scheme == "light" else "light")
-        other = browser.run(background)
-        assert own != other
-        browser.driver.refresh()
-        browser.wait("return document.documentElement.dataset.ready === 'yes'")
-        assert browser.run(background) == other  # remembered
-        browser.choose("theme", "auto")
-        assert browser.run(background) == own
+        browser.check_theme(scheme)
 
 
 def test_hostile_text_does_nothing(browser, hostile):
@@ -365,7 +269,7 @@ def test_page_never_scrolls_sideways(browser, which, width, request):
     assert browser.run("return scrollX") == 0
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: npm install --prefix tests/browser, or make test-browser")
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("which", "width"), [("story", 1200), ("story", 390), ("hostile", 1200), ("hostile", 390)])
 def test_axe_finds_nothing(browser, which, scheme, width, request):
@@ -373,11 +277,7 @@ def test_axe_finds_nothing(browser, which, scheme, width, request):
     browser.run("for (const b of [...document.querySelectorAll('.open')].slice(0, 3)) b.click()")
     browser.run("document.querySelector('.explain').open = true")
     browser.run(AXE.read_text(encoding="utf-8"))
-    found = browser.driver.execute_async_script(
-        """const done = arguments[0];
-        const told = (v) => [v.impact, v.id, v.nodes.slice(0, 3).map((n) => n.html.slice(0, 200))];
-        axe.run(document, {resultTypes: ["violations"]}).then((r) => done(r.violations.map(told)));"""
-    )
+    found = browser.axe_violations()
     print(f"axe {which} {scheme} {width}: {[v[:2] for v in found]}")
     assert found == []
 

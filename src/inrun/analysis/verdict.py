@@ -70,7 +70,7 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
     """Say what to do about it, the most useful first; nothing for calm books that balance."""
     found = []
     if state in ("thin", "unmeasured"):
-        found.append("Audit more often (audit_every=1 audits every step).")
+        found.append("Audit more often (audit_every=1 audits every step; of `inrun train`, scoring.audit_every=1).")
     if state in ("rough", "coarse"):
         found.append(advice(method, update, credit))
     if s.outsized:

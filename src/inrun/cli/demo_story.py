@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from inrun.analysis import summarise_run
 from inrun.analysis.queries import extremes, groups
@@ -56,13 +59,12 @@ def tell_story(told: dict[str, Any], report: Path | None) -> None:
         _tell_set(console, told, name)
     _tell_planted(console, told)
     _tell_books(console, told)
-    if report is not None:
-        console.print(f"report   {escape(str(report))}", soft_wrap=True, highlight=False)
-    run = escape(told["run"])
-    console.print(f"ledger   {run}", soft_wrap=True, highlight=False)
-    command = f"inrun curate {run} --out {run}-curated --view {VIEW}"
-    console.print(f"next     {command}     drops what hurts", soft_wrap=True, highlight=False)
-    console.print(f"         inrun scores {run} --bottom 20", soft_wrap=True, highlight=False)
+    run, place = told["run"], shlex.quote(told["run"])
+    ends = [("the report", str(report))] if report is not None else []
+    ends += [("the books", run), ("see what hurts", f"inrun scores {place} --bottom 20")]
+    ends += [("drop it", f"inrun curate {place} --out {shlex.quote(f'{run}-curated')} --view {VIEW}")]
+    for what, words in ends:  # not wrapped: to be copied
+        console.print(f"{what:14}  {escape(words)}", soft_wrap=True, highlight=False)
 
 
 def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
@@ -80,7 +82,7 @@ def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
             f"{r['samples']:,}",
             f"{r['total']:+.4f}",
             share,
-            f"{1e6 * r['mean_per_sample']:+.1f}e-6",
+            f"{r['mean_per_sample']:+.5f}",
             f"{r['negative_share']:.0%}",
         )
         table.add_row(escape(printable(str(r["group"]), 24)), *numbers)
@@ -90,8 +92,8 @@ def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
         for row in [r for r in told[key] if r["validation"] == name][:2]:
             text = " ".join(printable(row["text"] or "", 200).replace("·", " ").split())
             error, domain = row["standard_error"] or 0.0, printable(str(row["domain"]), 10)
-            words = f"  {label:11}  {row['score']:+.5f} ± {error:.5f}  {domain:10} {text[:64]}"
-            console.print(escape(words), highlight=False, soft_wrap=True)
+            words = f"  {label:11}  {row['score']:+.5f} ± {error:.5f}  {domain:10} {text}"
+            console.print(Text(words), no_wrap=True, overflow="ellipsis")
     console.print()
 
 
@@ -102,18 +104,22 @@ def _tell_books(console: Console, told: dict[str, Any]) -> None:
         if s["residual"] is None or s["fall"] <= 0:
             continue
         accounts = ("data", "momentum", "decay", "inherited", "residual")
-        shares = ", ".join(f"{name} {s[name] / s['fall']:.0%}" for name in accounts if s[name] is not None)
-        words = f"  {printable(s['validation'], 40)}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
-        console.print(escape(words), highlight=False, soft_wrap=True)
+        shares = ", ".join(f"{name} {s[name] / s['fall']:z.0%}" for name in accounts if s[name] is not None)
+        words = f"{printable(s['validation'], 40)}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
+        _indented(console, words, 2)
         for o in s["outsized"][:2]:
-            console.print(
-                f"    step {o['step']} holds {o['share']:.0%} of Σ|c|: {'; '.join(o['why'])}", highlight=False, soft_wrap=True
-            )
+            _indented(console, f"step {o['step']} holds {o['share']:.0%} of Σ|c|: {'; '.join(o['why'])}", 4)
     told_step = (
-        "Data is what samples did in their own step. Momentum is earlier samples' push that is still at work; it is not\n"
-        "  credited to samples, so scores add up to the data's part only."
+        "Data is what samples did in their own step. Momentum is earlier samples' push that is still at work; it is not "
+        "credited to samples, so scores add up to the data's part only."
     )
-    console.print(f"  {WHOLE_STORY[0].upper() + WHOLE_STORY[1:] + '.' if whole else told_step}\n", highlight=False)
+    _indented(console, f"{WHOLE_STORY[0].upper()}{WHOLE_STORY[1:]}." if whole else told_step, 2)
+    console.print()
+
+
+def _indented(console: Console, words: str, by: int) -> None:
+    """Print a paragraph, whole words to the line, each line so far from the edge."""
+    console.print(Padding(Text(words), (0, 0, 0, by), expand=False))
 
 
 def _tell_planted(console: Console, told: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -49,12 +50,30 @@ def progress(
     if not quiet and console.is_terminal:
         shown = columns or (TextColumn("{task.description}"), *(column() for column in COLUMNS))
         with Progress(*shown, console=console, transient=not stays) as bar:
-            task = bar.add_task("", total=None)
+            task = bar.add_task("starting", total=None)
             yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
     elif quiet or patience is None:
         yield lambda what, done, total: None
     else:
         yield _lines(patience, line, stays)
+
+
+def log_to_terminal(level: int = logging.WARNING) -> None:
+    """Write messages of the library above a bar that is being shown, not into it."""
+    handler = _ErrorHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _ErrorHandler(logging.Handler):
+    """Writes to what standard error is at that moment: a bar puts something of its own there, which knows where the bar is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            self.handleError(record)
 
 
 def terminal_width() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +78,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     the run itself to rounding. The others look at every step from a saved state, and are guesses: see how good they are by
     `inrun replay RUN` alone.
     """
-    from inrun.cli.progress import progress
+    from inrun.cli.progress import log_to_terminal, progress
     from inrun.cli.replay_table import print_replayed, print_study
     from inrun.cli.train_progress import reading_bar
     from inrun.replay.replayer import Look
@@ -90,7 +89,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
 
     if exact and mode != "exact":
         raise ConfigurationError(f"--exact and --from {mode} are two different ways; give one of them")
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    log_to_terminal()
     new = _sets(Path(run), files, options["rows"], options["folds"], options["where"])
     out = Path(options["out"] or Path(run) / "replays" / re.sub(r"[^\w-]+", "_", "-".join(new)))
     if new and out.exists():

@@ -53,15 +53,16 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     if dry_run:
         click.echo(config.as_yaml(), nl=False)
         return
-    from inrun.cli.train_progress import ending, next_commands, reading_bar, training_line
+    from inrun.cli.progress import log_to_terminal
+    from inrun.cli.train_progress import ending, next_commands, reading_then_training
     from inrun.training.processes import launched
     from inrun.training.session import train as run_training
 
     first = launched()[0] == 0  # the others say nothing but errors
     quiet = quiet or not first
-    logging.basicConfig(format="%(message)s", level=logging.WARNING if first else logging.ERROR)
+    log_to_terminal(logging.WARNING if first else logging.ERROR)
     stop = Stop(tells=first)
-    with stop.listening(), reading_bar(quiet) as reading, training_line(quiet) as tell:
+    with stop.listening(), reading_then_training(quiet) as (reading, tell):
 
         def watched(done: int, total: int, documents: int) -> None:
             if stop():  # what is tokenised so far is kept
@@ -97,7 +98,7 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
 @click.command(
     epilog="""\b
 Examples:
-  inrun demo                          about two minutes on two cores
+  inrun demo                          one to two minutes on two cores
   inrun demo --steps 120 --run runs/short
 """
 )

@@ -20,7 +20,7 @@ PATIENCE = 2.0
 #: Validation sets, and steps and samples of each, that the last words of a run speak of.
 MOST_SETS, MOST_NAMED = 4, 3
 #: Seconds of a step below which what scoring costs is not told.
-SMALL = 0.02
+SMALL = 0.1
 
 
 #: Columns that step, bar, time left and the gaps between them take beside the digits of the step.
@@ -83,7 +83,9 @@ class FieldsColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return as many fields as there is room for."""
-        digits = 0 if task.total is None else 2 * len(str(int(task.total)))
+        if task.total is None:
+            return Text("")
+        digits = 2 * len(str(int(task.total)))
         return Text(fitting(task.description, terminal_width() - FRAME - digits), no_wrap=True, overflow="ellipsis")
 
 
@@ -107,6 +109,33 @@ def training_line(quiet: bool = False) -> Iterator[Callable[[Status], None]]:
 @contextlib.contextmanager
 def reading_bar(quiet: bool = False) -> Iterator[Callable[[int, int, int], None]]:
     """Show how far documents are tokenised."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), BytesColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with progress(quiet, columns=columns) as tell:
-        yield lambda done, total, documents: tell(f"tokenising, {documents:,} documents", done, total)
+        yield lambda done, total, documents: tell(
+            f"{'tokenising' if done < total else 'tokenised'}, {documents:,} documents", done, total
+        )
+
+
+class BytesColumn(DownloadColumn):
+    """Bytes done and in all; nothing before they are known."""
+
+    def render(self, task: Task) -> Text:
+        """Return the two numbers."""
+        return Text("") if task.total is None else super().render(task)
+
+
+@contextlib.contextmanager
+def reading_then_training(quiet: bool = False) -> Iterator[tuple[Callable[[int, int, int], None], Callable[[Status], None]]]:
+    """Give what :func:`reading_bar` and :func:`training_line` give; the first goes when the other comes, so one line is shown."""
+    with contextlib.ExitStack() as training, contextlib.ExitStack() as reading:
+        told = reading.enter_context(reading_bar(quiet))
+        line: Callable[[Status], None] | None = None
+
+        def tell(status: Status) -> None:
+            nonlocal line
+            if line is None:
+                reading.close()
+                line = training.enter_context(training_line(quiet))
+            line(status)
+
+        yield told, tell

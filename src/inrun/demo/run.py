@@ -44,7 +44,7 @@ class DemoConfig:
                 "model": {"context": self.size, "width": 64, "layers": 2, "heads": 4},
                 "optimizer": {"lr": 1e-3, "final_lr": 1e-4, "warmup": min(80, self.steps // 4)},
                 "validation": sets,
-                "scoring": {"audit_every": 10, "sketch": 2048},  # whole credit; few numbers do for so small a model
+                "scoring": {"audit_every": 1, "sketch": 2048},  # whole credit; few numbers do for so small a model
                 "checkpoints": {"every": max(self.steps // 2, 1), "keep": 0},
                 "logging": {"every": 10, "evaluate_every": max(self.steps // 8, 1), "evaluate_rows": 48},
             }

@@ -24,9 +24,10 @@ from inrun.ledger import credit_of
 from inrun.report.about import writer_at_work
 from inrun.report.text import one_line, visible
 
-#: Files of the page, by the package that has them: the report's style is ours, too.
+#: Files of the page, by the package that has them: the report's style and first tools are ours, too.
 ASSETS = {
     "report.css": ("inrun.report", "style.css", "text/css"),
+    "both.js": ("inrun.report", "both.js", "text/javascript"),
     "early.js": ("inrun.explorer", "early.js", "text/javascript"),
     "style.css": ("inrun.explorer", "style.css", "text/css"),
     "icon.svg": ("inrun.explorer", "icon.svg", "image/svg+xml"),

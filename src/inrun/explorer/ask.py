@@ -163,7 +163,8 @@ def _number(text: str) -> float | int:
         value = float(text)
         if not math.isfinite(value):
             raise ValueError
-        return int(text) if text.strip().lstrip("+-").isdecimal() else value
+        exact = text.strip().lstrip("+-").isdecimal() and abs(value) < 2**62
+        return int(text) if exact else value
     except ValueError:
         raise ConfigurationError("a filter on a number needs a number") from None
 

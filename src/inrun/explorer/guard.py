@@ -2,6 +2,8 @@
 
 - ``Host`` must name this machine, so that a page elsewhere cannot reach us under a name of its own (DNS rebinding).
 - ``Origin``, where a browser sends it, must be ours; whatever changes something must have one.
+- ``Sec-Fetch-Site``, where a browser sends it, must be ours, too: other ports of this machine share our cookies, so that a page of
+  theirs could ask in our name. Only a link to the page itself may come from elsewhere.
 - The token, once in the URL, then in a cookie that scripts cannot read and other sites cannot send.
 - Every answer forbids scripts, styles and requests that are not ours, framing, sniffing, referrers and caching.
 """
@@ -90,7 +92,8 @@ class Guard:
         foreign = any(origin.lower() not in (f"http://{hosts[0].lower()}", f"https://{hosts[0].lower()}") for origin in origins)
         crossing = any(site not in ("same-origin", "none") for site in _header(scope, b"sec-fetch-site"))
         changes = scope["method"] not in SAFE_METHODS
-        if foreign or len(origins) > 1 or (changes and (not origins or crossing)):
+        link = scope["path"] == "/" and not changes and _header(scope, b"sec-fetch-mode") == ["navigate"]
+        if foreign or len(origins) > 1 or (changes and not origins) or (crossing and not link):
             return PlainTextResponse("403: requests from other pages are refused\n", 403)
         return None
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 
 from inrun.errors import InrunError, LedgerError
@@ -44,8 +45,6 @@ class Store(AbstractContextManager["Store"]):
 
     def __init__(self, memory_limit: str = MEMORY_LIMIT, threads: int | None = None) -> None:
         """Make an empty one."""
-        import duckdb
-
         #: Held while what a run holds is replaced, in the file and in its `view`, and while a request begins to look.
         self.swap = threading.Lock()
         self.folder = Path(tempfile.mkdtemp(prefix="inrun-explorer-"))
@@ -58,6 +57,8 @@ class Store(AbstractContextManager["Store"]):
             "autoload_known_extensions": False,
         }
         self._connection: Any = duckdb.connect(str(self.folder / "snapshot.duckdb"), config=config)
+        # No question may reach another file, nor change these settings, whatever it asks.
+        self._connection.execute("SET enable_external_access = false; SET lock_configuration = true")
 
     def cursor(self) -> Any:
         """Return a connection for one thread; what it begins sees one moment of all runs."""
@@ -160,7 +161,7 @@ class Snapshot:
                 self._take_in(reading.look(self.reader))
                 self._stamp, self.error = stamp, None
                 return True
-            except (InrunError, OSError) as error:
+            except (InrunError, OSError, duckdb.Error, pa.ArrowException) as error:
                 # A writer that resumes takes parts away while we look: the next look sees what it left.
                 self.error = str(error)
                 log.debug("%s: %s", self.reader.path, error)

@@ -17,7 +17,7 @@ from inrun.report.story import account_rows, headlines, notices, remarks, run_li
 from inrun.report.text import one_line, safe_json, visible
 
 #: In the order they run: tools, then the panels' own scripts, then what shows them all.
-TOOLS, REST = ("kit.js", "export.js", "charts.js", "tables.js"), ("sample.js", "samples.js", "main.js")
+TOOLS, REST = ("both.js", "kit.js", "export.js", "charts.js", "tables.js"), ("sample.js", "samples.js", "main.js")
 #: Plotly makes an empty style element and fills it rule by rule: the hash of nothing lets it.
 NOTHING = ""
 

@@ -25,7 +25,7 @@ def was_trained_here(run: Path) -> bool:
 
 
 class RunDocuments:
-    """The documents of a run, in the order of their numbers; see :class:`inrun.analysis.curate.Documents`."""
+    """The documents of a run, in the order of their numbers; see :class:`inrun.analysis.curated_documents.Documents`."""
 
     def __init__(self, run: Path) -> None:
         """Find the documents again, and see that they are those that the run was trained on."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,17 +108,16 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
         log.warning("inrun: %s", line)
     validation, taken = {}, np.zeros(store.count, bool)
     for name, settings in config.validation.items():
+        held = store
+        with _naming(name, settings.paths or config.data.paths):
+            if settings.paths:
+                held = build_store([Path(p) for p in settings.paths], fields, tokenizer, cache, tell)
+            chosen = select(held, settings.split, settings.where)
         if settings.paths:
-            try:
-                other = build_store([Path(p) for p in settings.paths], fields, tokenizer, cache, tell)
-            except (ConfigurationError, DataError) as error:
-                raise type(error)(f"validation set {name!r} ({', '.join(settings.paths)}): {error}") from error
-            _check_apart(name, store, other)
-            validation[name] = _held(name, settings, other, select(other, settings.split, settings.where), config)
+            _check_apart(name, store, held)
         else:
-            chosen = select(store, settings.split, settings.where)
             taken[chosen] = True
-            validation[name] = _held(name, settings, store, chosen, config)
+        validation[name] = _held(name, settings, held, chosen, config)
     mine = np.zeros(store.count, bool)
     split = _train_split(config, store)
     mine[select(store, split, {})] = True
@@ -133,6 +133,15 @@ def prepare(config: TrainConfig, tokenizer: Tokenizer, tell: Tell = lambda done,
         )
     log.info("inrun: %d documents are trained on, %d are withheld for validation", int((mine & ~taken).sum()), int(taken.sum()))
     return Prepared(tokenizer, chunks, validation)
+
+
+@contextlib.contextmanager
+def _naming(name: str, files: Sequence[str]) -> Iterator[None]:
+    """Say of errors which validation set they are about, and which files."""
+    try:
+        yield
+    except (ConfigurationError, DataError) as error:
+        raise type(error)(f"validation set {name!r} ({', '.join(files)}): {error}") from error
 
 
 def _check_apart(name: str, mine: TokenStore, other: TokenStore) -> None:

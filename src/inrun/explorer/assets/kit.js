@@ -2,14 +2,9 @@
 export const byId = (id) => document.getElementById(id);
 export const SVG = "http://www.w3.org/2000/svg";
 
-export function make(tag, options = {}, ...children) {
-  const element = document.createElement(tag);
-  const { text, ...attributes } = options;
-  if (text !== undefined) element.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children.filter((child) => child !== null));
-  return element;
-}
+// Shared with the report: both.js runs before this.
+export const { make, number, whole, percent, mood, isDark, token, keepTheme } = globalThis;
+
 export function draw(tag, attributes = {}, text) {
   const element = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -17,19 +12,6 @@ export function draw(tag, attributes = {}, text) {
   return element;
 }
 
-// Numbers for people, as in the report: three digits, a real minus, and a sign where it matters.
-export function number(value, sign = false) {
-  if (value === null || value === undefined) return "–";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  let text;
-  if (size < 1e-4 || size >= 1e6) text = size.toExponential(2).replace("e+", "e");
-  else text = size >= 100 ? size.toFixed(0) : size < 1 ? size.toPrecision(3) : String(Number(size.toPrecision(3)));
-  return (value < 0 ? "−" : sign ? "+" : "") + text.replace("-", "−");
-}
-export const whole = (value) => (typeof value === "number" ? value.toLocaleString("en-US") : String(value ?? "–"));
-export const percent = (value) => (isFinite(value) ? `${(100 * value).toFixed(Math.abs(value) < 0.1 ? 1 : 0)}\u00a0%` : "–");
-export const mood = (value) => (value < 0 ? "bad" : value > 0 ? "good" : "");
 export const plural = (count, what) => `${whole(count)} ${what}${count === 1 ? "" : "s"}`;
 
 // Okabe and Ito's palette, as in the report; lines differ by their dashes, too.
@@ -38,10 +20,8 @@ const PALETTES = {
   dark: ["#4aa3df", "#f0b429", "#2fbf94", "#e29cc2", "#8fd0f5", "#f0803c", "#c9d2dc", "#e3d54a"],
 };
 const DASHES = ["", "7 3", "2 3", "8 3 2 3", "12 4", "12 3 3 3"];
-export const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 export const colour = (place) => PALETTES[isDark() ? "dark" : "light"][place % 8];
 export const dashes = (place) => DASHES[(place + (place >> 3)) % DASHES.length];
-export const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export function notice(text) {
   const place = byId("notice");

@@ -1,5 +1,5 @@
 // Which run, set and view are shown; following runs that are written.
-import { ask, byId, notice, options, plural, whole } from "/assets/kit.js";
+import { ask, byId, keepTheme, notice, options, plural, whole } from "/assets/kit.js";
 import { known, run, state } from "/assets/state.js";
 import { addFilters, drawMarks, drawSamples, fitSamples, listenSamples } from "/assets/samples.js";
 import { drawUses, listenSample, openSample } from "/assets/sample.js";
@@ -73,12 +73,7 @@ async function follow() {
 }
 
 function onTheme(value) {
-  if (value === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = value;
-  try {
-    if (value === "auto") localStorage.removeItem("inrun-theme");
-    else localStorage.setItem("inrun-theme", value);
-  } catch (error) { /* storage may be forbidden */ }
+  keepTheme(value);
   redraw();
 }
 function redraw() {

@@ -1,31 +1,11 @@
 "use strict";
-// Small things that everything else is made of. Text reaches the page by textContent only.
+// Small things that everything else is made of, beside those of both.js.
 const data = JSON.parse(document.getElementById("data").textContent);
 const state = { set: 0, column: 0, end: "both", only: null, group: "", query: "", count: 10, twins: 5 };
 const byId = (id) => document.getElementById(id);
 // Panels register here, by id: build(section, found) adds what stays to the section, draw(found) shows what is chosen.
 const panels = {};
 
-function make(tag, options = {}, ...children) {
-  const element = document.createElement(tag);
-  const { text, ...attributes } = options;
-  if (text !== undefined) element.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children.filter((child) => child !== null));
-  return element;
-}
-
-// Numbers for people: three digits, a real minus, and a sign where it matters.
-function number(value, sign = false) {
-  if (value === null || value === undefined) return "–";
-  if (value === 0) return "0";
-  const size = Math.abs(value);
-  let text;
-  if (size < 1e-4 || size >= 1e6) text = size.toExponential(2).replace("e+", "e");
-  else text = size >= 100 ? size.toFixed(0) : String(Number(size.toPrecision(3)));
-  if (size < 1 && size >= 1e-4) text = size.toPrecision(3);
-  return (value < 0 ? "−" : sign ? "+" : "") + text.replace("-", "−");
-}
 // One number of decimals for figures that are compared: the largest gets three digits.
 function scaled(values) {
   const most = Math.max(...values.map((x) => Math.abs(x ?? 0)), 0);
@@ -37,14 +17,6 @@ function scaled(values) {
     return (Number(text) === 0 ? "" : value < 0 ? "−" : sign ? "+" : "") + text;
   };
 }
-const whole = (value) => value.toLocaleString("en-US");
-function percent(value) {
-  if (value === null || value === undefined || !isFinite(value)) return "–";
-  const shown = 100 * value;
-  return `${shown.toFixed(Math.abs(shown) < 9.95 && shown !== 0 ? 1 : 0)}\u00a0%`.replace("-", "−");
-}
-const mood = (value) => (value < 0 ? "bad" : value > 0 ? "good" : "");
-
 // Plotly reads a little HTML and entities in labels; escaped text comes out as it was.
 const MOST_LABEL = 32;
 function label(text) {
@@ -59,9 +31,7 @@ const PALETTES = {
 };
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash"];
 const OTHER = { light: "#9aa5b1", dark: "#66727f" };
-const isDark = () => getComputedStyle(document.documentElement).colorScheme === "dark";
 const mode = () => (isDark() ? "dark" : "light");
-const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 function colour(place, grouping) {
   const gathered = grouping !== undefined && place >= grouping.colours;
   return gathered ? OTHER[mode()] : PALETTES[mode()][place % 8];

@@ -36,12 +36,7 @@ function onColumn(value) {
 }
 
 function onTheme(value) {
-  if (value === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = value;
-  try {
-    if (value === "auto") localStorage.removeItem("inrun-theme");
-    else localStorage.setItem("inrun-theme", value);
-  } catch (error) { /* storage may be forbidden on file:// */ }
+  keepTheme(value);
   everything();
 }
 
