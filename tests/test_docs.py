@@ -6,6 +6,7 @@ skills, and ``runs/demo`` (also as ``runs/mine``), a short `inrun demo`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from inrun.demo.run import DemoConfig, run_demo
 from pages import COMMANDS, DOCS, FILES, LISTINGS, ROOT, Block, blocks_of, commands_of, holds_commands, run_block, run_page
@@ -25,9 +27,15 @@ SKILLS = TUTORIALS / "domains-and-skills.md"
 FRAGMENTS = set((DOCS / "evidence").glob("*.md"))
 PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *DOCS.rglob("*.md")} - FRAGMENTS)
 #: Pages whose snippets have a test of their own, and where.
-ELSEWHERE = {"docs/integrations.md": "tests/integrations/test_docs_integrations.py"}
+ELSEWHERE = {
+    "docs/baselines-retraining.md": "tests/baselines/test_retraining.py",
+    "docs/integrations.md": "tests/integrations/test_docs_integrations.py",
+    "docs/notebooks.md": "tests/test_notebooks.py",
+    "docs/packed.md": "tests/test_docs_packed.py",
+}
 #: How many blocks of a page are shown only (``<!-- not run: why -->``); none of the others.
 NOT_RUN = {
+    "README.md": 1,
     "docs/explorer.md": 1,
     "docs/fidelity.md": 2,
     "docs/ledger.md": 1,
@@ -36,7 +44,7 @@ NOT_RUN = {
     "docs/whole-credit.md": 1,
 }
 #: Pages that take longer than a few seconds.
-SLOW: set[str] = set()
+SLOW = {"docs/tutorials/late-validation.md"}
 
 
 def name_of(page: Path) -> str:
@@ -50,14 +58,19 @@ def to_run(page: Path) -> bool:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the tutorial and a short demo, once, and return the folder they are in."""
-    folder = tmp_path_factory.mktemp("docs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run_page(SKILLS, folder)
-        run_demo(DemoConfig(run="runs/demo", steps=8))
-    shutil.copytree(folder / "runs" / "demo", folder / "runs" / "mine")
-    (folder / "marks.jsonl").write_text('{"run": "mine", "sample_id": 3, "mark": "drop"}\n')
+    """Run the tutorial and a short demo, once for all workers, and return the folder they are in."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs-runs"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "marks.jsonl").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                run_page(SKILLS, folder)
+                run_demo(DemoConfig(run="runs/demo", steps=8, per_domain=40, held_out=16, planted=10))
+            shutil.copytree(folder / "runs" / "demo", folder / "runs" / "mine")
+            (folder / "marks.jsonl").write_text('{"sample_id": 3, "mark": "drop"}\n')
     return folder
 
 
