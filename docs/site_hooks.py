@@ -16,7 +16,9 @@ _file = re.compile(r"\[(?:docs/)?([\w-]+\.md)\]\((\S+?)\)")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Mend links that leave docs/ (pages of docs/ itself only), call pages by their titles, and put the commands in."""
+    """Mend links that leave docs/ (pages of docs/ itself only), call pages by their titles, put the commands in."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
     if "/" not in page.file.src_uri:
         markdown = _link.sub(_moved, markdown)
     titles = titles_of(config["nav"])

@@ -1,7 +1,7 @@
 """Every snippet of the documentation runs, every link leads somewhere, and no page is left out.
 
-``tests/pages.py`` says how a page is run. Pages that speak of a run find one: ``runs/skills``, the run of the tutorial on domains and
-skills, and ``runs/demo`` (also as ``runs/mine``), a short `inrun demo`.
+``tests/pages.py`` says how a page is run. Pages that speak of a run find one: ``runs/skills``, the run of the tutorial on domains
+and skills, and ``runs/demo`` (also as ``runs/mine``), a short `inrun demo`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/mathematics.md. Every number in them is computed here, from a small problem or from a run.
 
-    python docs/figures/mathematics.py RUN      # the run of the tutorial on domains and skills
+python docs/figures/mathematics.py RUN      # the run of the tutorial on domains and skills
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def one_step() -> None:
         aside = np.array([push[1], -push[0]]) / np.linalg.norm(push) * 0.14
         ax.text(*(middle + aside), name, color=colour, fontweight="bold", ha="center", va="center")
         at = at + push
-    ax.annotate("", at, START, arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.4, "ls": (0, (4, 3)), "shrinkA": 0, "shrinkB": 0})
+    ax.annotate(
+        "", at, START, arrowprops={"arrowstyle": "-|>", "color": INK, "lw": 1.4, "ls": (0, (4, 3)), "shrinkA": 0, "shrinkB": 0}
+    )
     ax.plot(*START, "o", color=INK, ms=5)
     ax.text(START[0] - 0.06, START[1] - 0.08, "w", ha="right", va="top", fontsize=12)
     ax.text(at[0] - 0.08, at[1] + 0.02, "w′", va="center", ha="right", fontsize=12)
@@ -97,7 +99,9 @@ def along_the_move() -> None:
     ax.plot([0, 1], [at(0), at(1)], "o", color=INK, ms=6)
     ax.text(1.03, at(1) - 0.02, f"the fall: {at(0) - at(1):.2f}", va="center", fontweight="bold")
     ax.plot(0.5, at(0.5), "o", color=GOOD, ms=6)
-    ax.set(xlim=(-0.04, 1.02), xticks=[0, 0.5, 1], xlabel="how far along the move of this step", ylabel="validation loss", yticks=[])
+    ax.set(
+        xlim=(-0.04, 1.02), xticks=[0, 0.5, 1], xlabel="how far along the move of this step", ylabel="validation loss", yticks=[]
+    )
     ax.set_xticklabels(["w", "the middle", "w′"])
     print(save(figure, "math-along-the-move.png"))
 

@@ -1,7 +1,7 @@
 """Draw the README's figure from the books of `inrun demo`: who lowered the loss, by skill, and the samples at both ends.
 
-    inrun demo
-    python docs/figures/readme.py runs/demo
+inrun demo
+python docs/figures/readme.py runs/demo
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def main(run: Path) -> None:
     figure = plt.figure(figsize=(11, 6.9))
     grid = figure.add_gridspec(1, 2, wspace=0.38, left=0.168, right=0.985, top=0.815, bottom=0.445)
     figure.text(0.015, 0.955, "Who taught the model what?", fontsize=19, fontweight="bold", va="center")
-    line = "One training run of a small GPT, two validation sets. Every sample has a credit, and the credits add up to the fall of the loss."
+    line = "One training run of a small GPT, two validation sets. "
+    line += "Every sample has a credit, and the credits add up to the fall of the loss."
     figure.text(0.015, 0.905, line, fontsize=10.5, color=MUTED, va="center")
     for column, name in enumerate(TITLES):
         staircase(figure.add_subplot(grid[0, column]), run, name)
