@@ -5,7 +5,7 @@ A page is run in a folder of its own, from top to bottom, with one namespace:
 - ``python`` blocks are executed.
 - ``sh`` and ``console`` blocks (lines that begin with ``$`` are commands, the rest is what they print): every ``inrun`` command is
   run and must exit with 0. Commands that set a machine up (``pip install``, ``make``, ``git clone``, ``cd``) are not.
-- ``yaml``, ``json`` and ``jsonl`` blocks whose first line is ``# name`` are written to that file; for the latter two without that line.
+- ``yaml``, ``json`` and ``jsonl`` blocks whose first line is ``# name`` are written to that file (but for YAML without that line).
 - a block after ``<!-- not run: why -->`` is shown only, and counted.
 - others (``text``, ``diff``, no language) are listings, and must not hold commands.
 """

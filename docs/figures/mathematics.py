@@ -167,9 +167,14 @@ def skills(run: Path) -> None:
     print(save(figure, "tutorial-skills.png"))
 
 
-if __name__ == "__main__":
+def main(run: Path) -> None:
+    """Draw all of them."""
     one_step()
     along_the_move()
     late_pushes()
-    books(Path(sys.argv[1]))
-    skills(Path(sys.argv[1]))
+    books(run)
+    skills(run)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

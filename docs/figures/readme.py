@@ -22,16 +22,16 @@ TITLES = {"reference": "Skill: predict the reference manual", "code": "Skill: pr
 WORDS = {"reference": "reference manual", "noise": "planted noise", "scrambled": "scrambled text", "tables": "codec tables"}
 
 
-def losses(run: Path, name: str) -> tuple[float, float]:
-    """Return the first and the last validation loss that the run measured on all held-out rows."""
+def losses(run: Path, name: str) -> tuple[float, float, int]:
+    """Return the first and the last validation loss that the run measured on its held-out rows, and how many steps it had."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [line["validation"][name] for line in lines if line.get("validation")]
-    return found[0], found[-1]
+    return found[0], found[-1], lines[-1]["step"]
 
 
 def staircase(ax: Any, run: Path, name: str) -> None:
     """Draw the loss from start to end, one bar per domain."""
-    first, last = losses(run, name)
+    first, last, steps = losses(run, name)
     groups = inrun.Ledger.open(run).scores(name, by="domain").to_pylist()
     groups.sort(key=lambda row: -row["total"])
     bars = [(WORDS.get(row["group"], row["group"]), row["total"], row["samples"]) for row in groups]
@@ -54,7 +54,7 @@ def staircase(ax: Any, run: Path, name: str) -> None:
     ax.plot([level, level], [end - 1 + 0.33, end + 0.36], color=INK, lw=0.8)
     ax.plot([last, last], [end - 0.36, end + 0.36], color=INK, lw=3, solid_capstyle="butt")
     ax.text(last + 0.07, end, f"{last:.2f}", va="center", fontweight="bold")
-    ax.set_yticks(range(end + 1), [*labels, "after 280 steps"])
+    ax.set_yticks(range(end + 1), [*labels, f"after {steps} steps"])
     ax.get_yticklabels()[0].set_fontweight("bold")
     ax.get_yticklabels()[-1].set_fontweight("bold")
     ax.tick_params(axis="y", length=0)
