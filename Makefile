@@ -1,10 +1,10 @@
-# Both commands make their own .venv and install all they need: Python 3.11, make and pip are enough.
+# Every command makes its own .venv and install all they need: Python 3.11, make and pip are enough.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS := --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-slow test-browser lint bench clean
+.PHONY: demo test test-slow test-browser docs lint bench clean
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,6 +32,12 @@ test-browser: $(VENV)/dev
 	$(BIN)/pip install $(PIP_FLAGS) selenium
 	npm install --prefix tests/browser --no-audit --no-fund --silent
 	INRUN_SCREENSHOTS=docs/images $(BIN)/python -m pytest -m browser tests/report tests/explorer
+
+# The documentation, offline: open site/index.html.
+docs: $(VENV)/core
+	$(BIN)/pip install $(PIP_FLAGS) -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
