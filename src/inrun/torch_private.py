@@ -31,6 +31,7 @@ __all__ = [
     "foreign_gradient_hooks",
     "fsdp_groups",
     "fsdp_parameters",
+    "held_parameters",
     "is_compiled",
     "keep_version_counters",
     "may_change_size",
@@ -144,6 +145,11 @@ def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return a module's own buffers, as it holds them: public ways walk the whole tree and make names, at every step."""
     return module._buffers
+
+
+def held_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters, as it holds them: attributes are looked for in several places first, at every call."""
+    return module._parameters
 
 
 def own_children(module: nn.Module) -> Iterable[nn.Module | None]:

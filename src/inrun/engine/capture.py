@@ -70,6 +70,7 @@ class Capture:
                     site.fall_back()  # where parameters meet the samples must be seen
         #: What is known of the last call of a layer.
         self._calls: dict[Site, Call] = {}
+        self._read_calls: dict[Any, Call] = {}
         #: Modules that were seen to run more than once in a forward.
         self.repeated: set[Site] = set()
         self._paused = False
@@ -89,7 +90,7 @@ class Capture:
         self._micro, self._occasion, self._depth = micro, occasion, 0
         held = weakref.ref(self)  # tracked tensors live as long as the graph
         in_forward = lambda: (mine := held()) is not None and mine._depth > 0  # noqa: E731
-        self._reader = ScoringReader(micro, self.rows.layout, self.form, in_forward)
+        self._reader = ScoringReader(micro, self.rows.layout, self.form, in_forward, self._read_calls)
         thoroughly = occasion.audited or occasion.step < 4
         self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
         self.plan.board.observing = micro.n > 0
@@ -321,10 +322,15 @@ class Capture:
             and rule.owns(module, inputs, micro.groups, forced=self.form == "shared")
         )
         if owned:
-            asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
+            buffers: dict[str, Tensor] = {}
+            joined = micro.ask_joined(site.active().items(), rule)
+            if joined is not None:
+                asks, asked = joined
+            else:
+                asks, asked, buffers = micro.ask(site, constants, inputs, lead.dtype)
             if asks:
                 site.note_form("shared")
-                call = self._call(site, constants, n, asks, packing, turn)
+                call = self._call(site, constants, n, asks, packing, turn, joined is not None)
                 return Owned.apply(call, buffers, micro.past, lead, module.weight, getattr(module, "bias", None), *asked)
             return original(*args, **kwargs)
         out = original(*args, **kwargs)
@@ -348,12 +354,14 @@ class Capture:
         tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
 
-    def _call(self, site: Site, constants: Any, n: int, asks: tuple[Ask, ...], packing: Packing | None, turn: str) -> Call:
+    def _call(
+        self, site: Site, constants: Any, n: int, asks: tuple[Ask, ...], packing: Packing | None, turn: str, joined: bool
+    ) -> Call:
         """Return what the backward of an owned layer knows beside tensors; it is the same at most steps."""
         call = self._calls.get(site)
         same = call is not None and call.asks == asks and call.n == n and call.turn == turn and call.constants == constants
-        if call is None or not same or call.rule is not site.rule or call.packing is not packing:
-            call = self._calls[site] = Call(site.rule, constants, n, asks, packing=packing, turn=turn)
+        if call is None or not same or call.rule is not site.rule or call.packing is not packing or call.joined is not joined:
+            call = self._calls[site] = Call(site.rule, constants, n, asks, packing=packing, turn=turn, joined=joined)
         return call
 
     def _score_on_apart(self, site: Site, micro: Microbatch, original: Callable[..., Any], x: Tracked) -> Any:

@@ -106,6 +106,8 @@ class Asks(Protocol):
     streaming: dict[nn.Parameter, Direction]
     #: Entries that score 0 because the optimizer has no history of them.
     zero_gains: int
+    #: Whether what is asked of a use that need not wait is inner products alone.
+    only_contracts: bool
 
     def check_options(self, optimizer: int) -> None:
         """Raise if options changed since directions were made with them."""
@@ -130,6 +132,8 @@ class Asks(Protocol):
 
 class Directions:
     """Makes and holds the directions of a step."""
+
+    only_contracts = True
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ from inrun.torch_private import current_backward, detached_parameters
 class MergedDirections(Directions):
     """Gains before the backward; directions once the validation rows' gradient is there."""
 
+    only_contracts = False
     #: By parameter: None where one number is the gain of all entries, and it is the direction's scale.
     gains: dict[nn.Parameter, Tensor | None]
 

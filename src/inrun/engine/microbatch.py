@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -205,6 +205,8 @@ class Microbatch:
         #: ⟨g_n, v⟩ arrives here: by parameter, ``[n, k]``, or ``[n, k, p]`` where the rows of the parameter stay apart.
         self.sums: dict[Scored, Tensor] = {}
         self.row_sums: dict[Scored, Tensor] = {}
+        #: The same of several parameters that are used together, ``[parameters, n, k]``.
+        self.joined: dict[tuple[Scored, ...], Tensor] = {}
         #: Sketches arrive here, ``[n, buckets]`` by parameter, and rows that are kept apart, call by call.
         self.sketches: dict[Scored, Tensor] = {}
         self.kept_rows: list[KeptRows] = []
@@ -266,6 +268,45 @@ class Microbatch:
             shape = (self.n, self.columns, s.parameter.shape[0]) if by_rows else (self.n, self.columns)
             leaves[s] = self.watched(self._leaf(shape, self.dtype, self.device), (s,))
         return leaves[s]
+
+    def ask_joined(self, used: Iterable[tuple[str, Scored]], rule: LayerRule) -> tuple[tuple[Ask, ...], list[Tensor]] | None:
+        """Tell what is wanted of a call where that is inner products alone: asks, and directions followed by one probe for all.
+
+        ``used`` are the parameters, by name. None where something else is wanted of one of them: see :meth:`ask`.
+        """
+        directions = self.directions
+        if self.extras is not None or self.documents is not None or not directions.only_contracts:
+            return None
+        names: list[str] = []
+        scored: list[Scored] = []
+        given: list[Tensor] = []
+        for name, s in used:
+            if not s.parameter.requires_grad or directions.is_zero(s):
+                continue
+            direction = directions.stream(s, rule.sparse)
+            if direction is None or s.shards is not None or (directions.by_rows(s) and rule.rows_are_classes(name, s.parameter)):
+                return None
+            names.append(name)
+            scored.append(s)
+            given.append(direction.v)
+        if not names:
+            return (), []
+        key = tuple(scored)
+        leaf = self.joined.get(key)
+        if leaf is None:
+            leaf = self._leaf((len(key), self.n, self.columns), self.dtype, self.device)
+            self.joined[key] = self.watched(leaf, key)
+        given.append(leaf)
+        return _contractions(tuple(names)), given
+
+    def sums_of(self, s: Scored) -> list[Tensor]:
+        """Return ⟨g_n, v⟩ of a parameter as far as it arrived, ``[n, k]`` each: they add up."""
+        own = self.sums.get(s)
+        found = [] if own is None or own.grad is None else [own.grad]
+        for scored, leaf in self.joined.items():
+            if leaf.grad is not None and s in scored:
+                found.append(leaf.grad[scored.index(s)])
+        return found
 
     def ask(
         self,
@@ -403,10 +444,23 @@ class Microbatch:
         self.over = True
         for waiting in (*self.kept, *self.replays, *self.kept_rows):
             waiting.forget()
-        for x in (*self.sums.values(), *self.row_sums.values(), *self.sketches.values(), self.past, self.nobody):
+        for x in (
+            *self.sums.values(),
+            *self.row_sums.values(),
+            *self.joined.values(),
+            *self.sketches.values(),
+            self.past,
+            self.nobody,
+        ):
             x.grad = None
         self.sums, self.row_sums, self.kept, self.replays, self._formed = {}, {}, [], [], {}
-        self.sketches, self.kept_rows = {}, []
+        self.sketches, self.kept_rows, self.joined = {}, [], {}
+
+
+@functools.cache
+def _contractions(names: tuple[str, ...]) -> tuple[Ask, ...]:
+    """Ask for the inner products of several parameters: the same at every step."""
+    return tuple(_contraction(name, False) for name in names)
 
 
 @functools.cache

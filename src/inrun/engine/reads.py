@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.microbatch import Microbatch
-from inrun.engine.sites import Site
+from inrun.engine.sites import Scored, Site
 from inrun.errors import StepError
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
@@ -111,10 +111,15 @@ class RecordingReader:
 class ScoringReader:
     """Scores every use of the parameters that one microbatch reads."""
 
-    def __init__(self, micro: Microbatch, layout: LayoutOf, form: str, in_forward: Callable[[], bool]) -> None:
-        """Refer to the microbatch weakly: tracked tensors live as long as the graph. ``in_forward``: whether the model runs."""
+    def __init__(
+        self, micro: Microbatch, layout: LayoutOf, form: str, in_forward: Callable[[], bool], calls: dict[Any, Call]
+    ) -> None:
+        """Refer to the microbatch weakly: tracked tensors live as long as the graph. ``in_forward``: whether the model runs.
+
+        ``calls`` are products as they were at other steps: most are the same.
+        """
         self._micro, self.layout, self.form, self.n = weakref.ref(micro), layout, form, micro.n
-        self.in_forward = in_forward
+        self.in_forward, self._calls = in_forward, calls
 
     def check(self, track: Track, operation: Any) -> None:
         """Refuse what only reentrant checkpoints do: run with gradient in the recorded forward, and without in this one."""
@@ -205,17 +210,50 @@ class ScoringReader:
         plain_bias = bias.plain if isinstance(bias, Track) else bias
         exact = x.dtype == weight.plain.dtype and x.dtype in (torch.float32, torch.float64)
         owned = self.form != "project" and exact and not torch.is_autocast_enabled(x.device.type)
+        turn = layout if layout in TURNED else ""
+        if owned:
+            joined = self._linear_joined(tracks, transposed, turn)
+            if joined is not None:
+                call, given = joined
+                if call is None:
+                    return _multiply(x, weight.plain, plain_bias, transposed)
+                product: Tensor = Multiplied.apply(call, {}, self.micro.past, x, weight.plain, plain_bias, *given)
+                return product
         dtype = x.dtype if owned or not torch.is_autocast_enabled(x.device.type) else torch.get_autocast_dtype(x.device.type)
         asks, asked, buffers, ways = self._ask(tracks, (x,), dtype, "shared" if owned else "project")
         if not asks:
             return _multiply(x, weight.plain, plain_bias, transposed)
-        call = Call(_linear, (transposed, ways), self.n, asks, turn=layout if layout in TURNED else "")
+        call = Call(_linear, (transposed, ways), self.n, asks, turn=turn)
         if owned:
             out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
             return out
         made = _multiply(x, weight.plain, plain_bias, transposed)
         tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped
+
+    def _linear_joined(self, tracks: dict[str, Track], transposed: bool, turn: str) -> tuple[Call | None, list[Tensor]] | None:
+        """Return call and tensors of a product whose weight and bias are parameters as they are, and only contracted."""
+        used: list[tuple[str, Scored]] = []
+        ways: dict[str, tuple[str, Way]] = {}
+        for kind, track in tracks.items():
+            (root, way), *others = track.roots.items()
+            s = root.site.active().get(root.name)
+            if others or way[1] is not None or s is None:
+                return None
+            root.site.note_form("shared")
+            used.append((kind, s))
+            ways[kind] = (kind, Way(*way))
+        found = self.micro.ask_joined(used, _read)
+        if found is None:
+            return None
+        asks, given = found
+        if not asks:
+            return None, []
+        key = (*(s for _, s in used), transposed, turn)
+        call = self._calls.get(key)
+        if call is None or call.asks != asks or call.n != self.n:
+            call = self._calls[key] = Call(_linear, (transposed, ways), self.n, asks, turn=turn, joined=True)
+        return call, given
 
     def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
         """Convolve as the framework does, and have the gradients of weight and bias."""

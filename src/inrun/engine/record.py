@@ -81,11 +81,13 @@ def places_by_name(columns: list[Label]) -> dict[str, list[int]]:
 def shared_sums(columns: list[Label], contributions: Tensor, processes: Processes) -> Sums:
     """Add contributions ``[n, k]`` up, over rows and processes."""
     double, by_name = contributions.double(), places_by_name(columns)
-    means = {name: double[:, js].mean(1) for name, js in by_name.items()}
     k = len(columns)
-    own = [float(double[:, j].sum()) for j in range(k)] + [float(double[:, j].abs().sum()) for j in range(k)]
-    own += spreads(columns, contributions)
-    own += [float(x.sum()) for x in means.values()] + [float(x.abs().sum()) for x in means.values()]
+    own = [*double.sum(0).tolist(), *double.abs().sum(0).tolist(), *spreads(columns, contributions)]
+    if len(by_name) == k:  # every set has one column
+        own += own[: 2 * k]
+    else:
+        means = torch.stack([double[:, js].mean(1) for js in by_name.values()])
+        own += means.sum(1).tolist() + means.abs().sum(1).tolist()
     every = processes.summed("accounts", torch.tensor(own, dtype=torch.float64)).tolist()
     rest, names = every[3 * k :], list(by_name)
     return Sums(
@@ -259,6 +261,8 @@ def spreads(columns: list[Label], contributions: Tensor) -> list[float]:
     groups: dict[str, list[int]] = {}
     for j, column in enumerate(columns):
         groups.setdefault(column.set_name, []).append(j)
+    if len(groups) == len(columns):
+        return contributions.double().abs().sum(0).tolist()  # type: ignore[no-any-return]
     found = [0.0] * len(columns)
     for js in groups.values():
         spread = float(contributions[:, js].double().mean(1).abs().sum())

@@ -141,26 +141,32 @@ class Settlement(Settling):
         total = self._totals[micro]
         parts: list[Tensor] = []
         scales: list[float] = []
+        rates: dict[Scored, float] = {}
         for s in mine:
             direction = self.directions.streaming.get(s.parameter)
             if direction is None:
                 continue
-            rate = direction.scale * factor * float(s.group["lr"])
+            rate = rates[s] = direction.scale * factor * float(s.group["lr"])
             booked = self._replayed.get(micro, {}).get(s)
             summed = micro.sums.get(s)
             for c in (booked, None if summed is None else summed.grad):
                 if c is not None:
-                    parts.append(c)
+                    parts.append(c.unsqueeze(0))
                     scales.append(rate)
             by_rows = micro.row_sums.get(s)
             if by_rows is not None and by_rows.grad is not None:
                 # The row factors hold the learning rate.
                 weighed = by_rows.grad @ self.directions.row_factors(s).to(by_rows.dtype)
-                parts.append(weighed)
+                parts.append(weighed.unsqueeze(0))
                 scales.append(direction.scale * factor)
+        for scored, leaf in micro.joined.items():
+            here = [i for i, s in enumerate(scored) if s in rates]
+            if here and leaf.grad is not None:
+                parts.append(leaf.grad if len(here) == len(scored) else leaf.grad[here])
+                scales += [rates[scored[i]] for i in here]
         if parts:
             weights = torch.tensor(scales, dtype=total.dtype, device=total.device)
-            total += torch.einsum("pnk,p->nk", torch.stack(parts), weights)
+            total += torch.einsum("pnk,p->nk", torch.cat(parts), weights)
 
     def _settle_kept(self, optimizer: int, microbatches: list[Microbatch], factor: float, checked: bool) -> float:
         """Contract what was kept, one parameter after the other so that each direction is made once."""
@@ -253,8 +259,7 @@ class Settlement(Settling):
                 continue
             sums = []
             for m in microbatches:
-                if s in m.sums and (c := m.sums[s].grad) is not None:
-                    sums.append(c.double().sum(0))
+                sums += [c.double().sum(0) for c in m.sums_of(s)]
                 if s in m.row_sums and (c := m.row_sums[s].grad) is not None:
                     sums.append(c.double().sum((0, 2)))
                 if s in (booked := self._replayed.get(m, {})):

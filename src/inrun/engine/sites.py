@@ -14,10 +14,14 @@ from torch.nn.utils import parametrize
 from inrun.errors import ConfigurationError, CoverageError
 from inrun.layers import FallbackRule, LayerRule, ReadRule, find_rule
 from inrun.layers.shards import Shards
+from inrun.torch_private import held_parameters
 
 
 def local(x: Any) -> Any:
     """Return the part of a distributed tensor that is here; anything else as it is."""
+    kind = type(x)
+    if kind is Tensor or kind is nn.Parameter:  # at every gradient of every step: looking for what is not there takes long
+        return x
     return x.to_local() if hasattr(x, "to_local") else x
 
 
@@ -164,13 +168,14 @@ class Site:
 
     def holds_its_parameters(self) -> bool:
         """Whether the module's parameters are those that are scored; ``torch.func.functional_call`` puts others in place."""
-        for name, s in self.scored.items():
-            held: Any = self.module
-            for part in name.split("."):
-                held = getattr(held, part)
-            if not s.is_parameter(held):
-                return False
-        return True
+        own = held_parameters(self.module)
+        return all(own.get(name) is s.parameter or self._holds(name, s) for name, s in self.scored.items())
+
+    def _holds(self, name: str, s: Scored) -> bool:
+        held: Any = self.module
+        for part in name.split("."):
+            held = getattr(held, part)
+        return s.is_parameter(held)
 
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples, as the rule knows it."""

@@ -12,6 +12,7 @@ contract   ``[n, k]``                 ⟨g_n, v⟩ (*per parameter*, shared by a
 by rows    ``[n, k, p]``              the same, row by row of the parameter
 sketch     ``[n, buckets]`` or rows   a few numbers of g_n (*per parameter*; rows that are kept apart: per call)
 keep       as the shape tells         the parts of the gradient shape (formed ones are shared by all uses)
+joined     ``[asks, n, k]``           ⟨g_n, v⟩ of all parameters of a call, where nothing else is asked for
 =========  =========================  ==========================================================================
 """
 
@@ -86,6 +87,8 @@ class Call:
     #: Where the samples are not in the first dimension: ``second`` or ``cycled`` (see ``layout.py``).
     turn: str = ""
 
+    #: All asks are contractions, and what they give leaves in one probe, ``[asks, n, k]``.
+    joined: bool = False
     #: The parameters of an owned layer, in order.
     owned_names: tuple[str, ...] = ()
 
@@ -208,9 +211,9 @@ def gradients_for_probes(
         else:
             c = shape.contract_by_rows(v) if ask.by_rows else shape.contract(v)
         leaving.append(c)
-    if want_totals:
+    if want_totals and len(totals) < len(shapes):
         totals |= {name: shape.total() for name, shape in shapes.items() if name not in totals}
-    return totals, leaving
+    return totals, [torch.stack(leaving)] if call.joined else leaving
 
 
 def _extra(ask: Ask, shape: GradientShape, given: Iterator[Tensor]) -> list[Tensor]:

@@ -142,11 +142,8 @@ class Formed(GradientShape):
         return contract_formed(self.g.to(v.dtype), v, by_rows=True)
 
     def total(self) -> Tensor:
-        """Add them up: a product with ones reads large ones at the speed of memory, which a sum over n does not."""
-        n = self.g.shape[0]
-        if self.g.dim() < 3 or n == 0:
-            return self.g.sum(0)
-        return (self.g.new_ones(1, n) @ self.g.reshape(n, -1)).view(self.g.shape[1:])
+        """Add them up."""
+        return self.g.sum(0) if self.g.dim() < 3 or len(self.g) == 0 else added_up(self.g)
 
     def form(self) -> Tensor:
         """They are formed."""
@@ -339,6 +336,11 @@ class LookUp(GradientShape):
         return LookUp(from_bits(bits), b, rows, padding)
 
 
+def added_up(g: Tensor) -> Tensor:
+    """Return Σ_n g_n of ``[n, ...]``: a product with ones reads at the speed of memory, which a sum over n does not."""
+    return torch.mm(g.new_ones(1, len(g)), g.reshape(len(g), -1)).view(g.shape[1:])
+
+
 def contract_formed(g: Tensor, v: Tensor, by_rows: bool) -> Tensor:
     """Contract formed gradients ``[m, p, q]`` with directions ``[k, p, q]``: ``[m, k]``, or ``[m, k, p]`` by rows."""
     if by_rows and v.shape[0] == 1 and g.nbytes <= CACHE_BYTES:
@@ -396,19 +398,15 @@ def shared_outer(
     if signs is None and 0 < n * p * q * x.itemsize <= CACHE_BYTES and (most is None or most >= n):
         # All at once: with small weights calls take longer than the arithmetic.
         each = torch.bmm(x.transpose(1, 2), y[:], out=scratch_like(x, (n, p, q)))
-        return each.sum(0), contract_formed(each, v, by_rows), None
-    total = x.new_empty(1, p, q)
+        return added_up(each), contract_formed(each, v, by_rows), None
     if n == 0:
         none = None if signs is None else x.new_zeros(0, p * q // segment)
-        return total[0].zero_(), x.new_zeros((0, k, p) if by_rows else (0, k)), none
-    # As many as stay in the nearest large cache; of larger weights a few, since a batched product of one is slow.
-    fit = CACHE_BYTES // max(total.nbytes, 1)
-    # Row by row the contraction is a pass of its own, which should find the sums in the cache.
-    if not by_rows or fit < 2:
-        fit = max(fit, min(8, SCRATCH_BYTES // max(total.nbytes, 1)))
-    chains = max(1, min(n, n if most is None else most, fit))
+        return x.new_zeros(p, q), x.new_zeros((0, k, p) if by_rows else (0, k)), none
+    chains = _chains(n if most is None else min(n, most), n, p * q * x.itemsize)
+    if chains == 1:
+        return _one_running_sum(x, y, v, by_rows, signs, segment)
     # A sketch needs scratch memory of its own while the sums run.
-    running = total if chains == 1 else scratch_like(x, (chains, p, q), "" if signs is None else "running")
+    running = scratch_like(x, (chains, p, q), "" if signs is None else "running")
     sums: list[Tensor] = []
     segments: list[Tensor] = []
     for first in range(0, n, chains):
@@ -420,10 +418,43 @@ def shared_outer(
             torch.baddbmm(part, left, right, out=part)
         sums.append(contract_formed(part, v, by_rows))
         if signs is not None:
-            flat = part.view(len(part), -1)
-            segments.append(segment_sums(flat, signs, segment))
-    gradient = total[0] if chains == 1 else torch.sum(running, 0, out=total[0])
-    return gradient, _differences(_joined(sums), chains), _differences(_joined(segments), chains) if segments else None
+            segments.append(segment_sums(part.view(len(part), -1), signs, segment))
+    return added_up(running), _differences(_joined(sums), chains), _differences(_joined(segments), chains) if segments else None
+
+
+def _one_running_sum(
+    x: Tensor, y: Rows, v: Tensor, by_rows: bool, signs: Tensor | None, segment: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As :func:`shared_outer` with one running sum, which is G in the end; a product per sample is faster than a batch of one."""
+    n, k, total = x.shape[0], v.shape[0], x.new_empty(x.shape[2], y.shape[2])
+    flat, directions, apart = total.view(-1), v.reshape(k, -1).unbind(0), by_rows or v.dtype != x.dtype
+    rights = y.unbind(0) if isinstance(y, Tensor) else (y[i : i + 1][0] for i in range(n))
+    dots: list[Tensor] = []
+    rows: list[Tensor] = []
+    segments: list[Tensor] = []
+    for left, right in zip(x.transpose(1, 2).unbind(0), rights, strict=True):
+        if dots or rows:
+            total.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=total)
+        if apart:
+            rows.append(contract_formed(total.unsqueeze(0), v, by_rows))
+        else:
+            dots += [torch.dot(flat, d) for d in directions]
+        if signs is not None:
+            segments.append(segment_sums(flat.unsqueeze(0), signs, segment))
+    sums = _joined(rows) if apart else torch.stack(dots).view(n, k)
+    return total, _differences(sums, 1), _differences(_joined(segments), 1) if segments else None
+
+
+def _chains(most: int, n: int, nbytes: int) -> int:
+    """Return how many running sums of ``nbytes`` to keep: as many as stay in the cache, in groups of like size, or one.
+
+    Measured inside steps and with cold caches (docs/bench.md): of weights of which fewer than six fit, one running sum by a product
+    per sample takes less time than several by batched products.
+    """
+    fit = min(most, CACHE_BYTES // max(nbytes, 1))
+    return 1 if fit < 6 and fit < n else -(-n // -(-n // fit))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -101,8 +101,9 @@ class AdamRule(MomentsRule):
         alike: dict[tuple[int, float], list[int]] = {}
         for place, (raw, _, group, state) in enumerate(items):
             second = None if group["amsgrad"] else state.get("exp_avg_sq")
-            if second is not None and second.numel() <= SMALL and second.dtype == raw.dtype and float(state["step"]) >= 1:
-                alike.setdefault((id(group), float(state["step"])), []).append(place)
+            done = float(state["step"]) if second is not None and second.numel() <= SMALL and second.dtype == raw.dtype else 0.0
+            if done >= 1:
+                alike.setdefault((id(group), done), []).append(place)
             else:
                 found[place] = self.frozen(*items[place])
         for (_, done), places in alike.items():

@@ -159,12 +159,16 @@ class GradientWatch:
             _check_autocast(parameter.device.type)
             if self.reduced or not self.hooked:
                 at_end_of_backward(self._measure_reduced if self.reduced else self.measure)
-        self.backwards.setdefault(parameter, set()).add(backward)
-        before = self.seen.get(parameter)
-        # DDP lays its buckets out anew after the first backward: a view of one is another tensor then, with the same content.
-        in_bucket = self.reduced and local(gradient)._is_view()
-        if before is not None and not in_bucket and not before.untouched(gradient, writes=1):
-            self.disturbed.add(parameter)
+        backwards = self.backwards.get(parameter)
+        if backwards is None:
+            self.backwards[parameter] = {backward}
+        else:
+            backwards.add(backward)
+            before = self.seen.get(parameter)
+            # DDP lays its buckets out anew after the first backward: a view of one is another tensor, with the same content.
+            in_bucket = self.reduced and local(gradient)._is_view()
+            if before is not None and not in_bucket and not before.untouched(gradient, writes=1):
+                self.disturbed.add(parameter)
         if self.settled:
             self.late.add(parameter)
         if measure or not self.reduced:

@@ -36,6 +36,8 @@ WORTH_SAYING = 10_000_000
 class WholeDirections:
     """What a backward is asked for: inner products with the known direction and sketches, or the gradients themselves."""
 
+    only_contracts = False
+
     def __init__(self, credit: WholeCredit, setup: Setup) -> None:
         """Begin a step."""
         self.credit, self.rules, self.zero_gains = credit, setup.rules, 0
