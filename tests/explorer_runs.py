@@ -66,3 +66,12 @@ class Written:
         credits = {x: self.rng.normal(0, 1, len(old)).astype(np.float32) for x in self.labels}
         errors = {x: np.full(len(old), 0.1, np.float32) for x in self.labels}
         return (SettledCredits(step - self.window, old, credits, errors, np.full(len(old), 0.995, np.float32)),)
+
+
+def finished(path: Path, steps: int, **more: Any) -> Path:
+    """Write a run of so many steps, with all samples registered, and close it."""
+    run = Written(path, **more)
+    run.ledger.register_samples(samples())
+    run.steps(steps)
+    run.ledger.close()
+    return run.path

@@ -8,7 +8,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from explorer_runs import PATIENCE, SAMPLES, SOON, Written, samples
+from explorer_runs import PATIENCE, SAMPLES, SOON, Written, finished
 from explorer_serving import TOKEN
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.explorer.app import ASSETS, build_app
@@ -33,10 +33,7 @@ def client_of(found, known: bool = True, **more) -> TestClient:
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("api")
     for name, window in (("first", None), ("second", 3)):
-        run = Written(folder / name, window=window)
-        run.ledger.register_samples(samples())
-        run.steps(9)
-        run.ledger.close()
+        finished(folder / name, 9, window=window)
     with opened([folder / "first", folder / "second"], every=3600) as runs:
         yield runs
 
@@ -270,11 +267,8 @@ def test_parts_outside_of_a_run_are_not_read(tmp_path):
     """A ledger from elsewhere may name any file, or have links in it."""
     (tmp_path / "secret").mkdir()
     for number, how in enumerate(("link", "folder", "path")):
-        run = Written(tmp_path / f"run{number}")
-        run.ledger.register_samples(samples())
-        run.steps(2)
-        run.ledger.close()
-        (part,) = (run.path / "samples").glob("*.parquet")
+        run = finished(tmp_path / f"run{number}", 2)
+        (part,) = (run / "samples").glob("*.parquet")
         hidden = tmp_path / "secret" / part.name
         if how == "link":
             part.rename(hidden)
@@ -283,9 +277,9 @@ def test_parts_outside_of_a_run_are_not_read(tmp_path):
             part.parent.rename(tmp_path / "secret" / "samples")
             part.parent.symlink_to(tmp_path / "secret" / "samples")
         else:
-            for file in (run.path / "manifest").iterdir():
+            for file in (run / "manifest").iterdir():
                 file.write_bytes(file.read_bytes().replace(b"samples/", b"../secret/samples/"))
-        with pytest.raises(LedgerError), opened([run.path], every=3600):
+        with pytest.raises(LedgerError), opened([run], every=3600):
             pass
 
 
@@ -465,23 +459,20 @@ def test_marks_are_kept_shown_and_exported(client):
 
 
 def test_runs_are_not_written_to(tmp_path):
-    run = Written(tmp_path / "run")
-    run.ledger.register_samples(samples())
-    run.steps(4)
-    run.ledger.close()
+    run = finished(tmp_path / "run", 4)
 
     def everything():
-        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(run.path.rglob("*")) if p.is_file()}
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(run.rglob("*")) if p.is_file()}
 
     was = everything()
-    with opened([run.path], tmp_path / "marks.jsonl", every=0.05) as found:
+    with opened([run], tmp_path / "marks.jsonl", every=0.05) as found:
         client = client_of(found)
         for path in APIS[:-1]:
             assert client.get(path).status_code == 200
         client.post(f"{RUN}/marks", json={"ids": ["1"], "mark": "drop"}, headers={"origin": HERE})
         time.sleep(0.2)
     assert everything() == was
-    with opened([run.path], tmp_path / "marks.jsonl", every=3600) as again:
+    with opened([run], tmp_path / "marks.jsonl", every=3600) as again:
         assert again.marks.of(0) == {1: "drop"}
 
 

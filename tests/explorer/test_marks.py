@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from explorer_runs import Written, samples
+from explorer_runs import finished
 from explorer_serving import TOKEN
 from inrun.analysis.curate import curate
 from inrun.analysis.marked import Marked, read_marks
@@ -25,11 +25,7 @@ HERE = "http://localhost:8765"
 
 @pytest.fixture
 def run(tmp_path):
-    written = Written(tmp_path / "run")
-    written.ledger.register_samples(samples())
-    written.steps(9)
-    written.ledger.close()
-    return written.path
+    return finished(tmp_path / "run", 9)
 
 
 def exported(run: Path, out: Path) -> Path:

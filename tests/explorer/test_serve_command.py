@@ -11,17 +11,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from explorer_runs import Written, samples
+from explorer_runs import finished
 from inrun.cli.main import cli
 
 
 @pytest.fixture
 def run(tmp_path):
-    written = Written(tmp_path / "run")
-    written.ledger.register_samples(samples())
-    written.steps(3)
-    written.ledger.close()
-    return written.path
+    return finished(tmp_path / "run", 3)
 
 
 def get(port: int, path: str, **headers: str) -> tuple[int, str]:
