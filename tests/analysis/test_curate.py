@@ -330,3 +330,16 @@ def test_pools(text, cents) -> None:
 def test_pools_that_are_none(text) -> None:
     with pytest.raises(ConfigurationError, match="positive amount"):
         parse_pool(text)
+
+
+def test_marks_on_samples_without_a_score_are_counted_apart(tmp_path: Path) -> None:
+    """Shares stay shares of what has a score, whatever people mark among the rest."""
+    with Ledger(tmp_path / "run", about={}) as ledger:
+        ledger.register_samples([{"sample_id": i} for i in range(6)])
+        ledger.write(StepRecord(0, np.array([0, 1]), {"v": np.array([1.0, -1.0], np.float32)}))
+    marks = tmp_path / "marks.jsonl"
+    for word, out, unused, said in (("drop", "a", False, "3 of them are dropped"), ("keep", "b", True, "1 of them are dropped")):
+        marks.write_text("".join(json.dumps({"sample_id": i, "mark": word}) + "\n" for i in (2, 3, 4)))
+        found = curate(tmp_path / "run", tmp_path / out, marks=marks, drop_unused=unused)
+        assert (found.scored, found.scored_dropped, found.unused) == (2, 0, 4)
+        assert said in (tmp_path / out / "README.md").read_text()

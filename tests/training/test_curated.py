@@ -95,6 +95,15 @@ def test_shares_are_of_what_was_scored(folder: Path) -> None:
     assert "train on the kept ones:\n  inrun train" in result.output
 
 
+def test_documents_of_validation_sets_are_not_unused(folder: Path) -> None:
+    """They are in no sample, so that nothing could have used them: ``--drop-unused`` leaves them, and training goes on."""
+    said = curate(folder, "used", "--drop-unused", "--top-fraction", "0.9", "-v", "code")
+    held = {r["id"] for r in lines(folder / "corpus.jsonl") if r["split"] == "val"}
+    assert held and held <= {r["id"] for r in lines(folder / "used" / "kept.jsonl")}
+    assert said["unused_dropped"] == said["dropped"] - said["scored_dropped"]
+    train(make_config(settings(folder, "used again", steps=2, data={"paths": [str(folder / "used")]})))
+
+
 def test_pieces_can_be_left_out(folder: Path) -> None:
     curate(folder, "pieces", "--top-fraction", "0.6", "-v", "code")
     table = pq.read_table(folder / "pieces" / "chunks.parquet")

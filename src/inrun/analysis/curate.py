@@ -32,8 +32,8 @@ class Curation:
     scored_dropped: int
     #: Samples that have a score and no metadata: they are in neither file.
     without_metadata: int
-    #: Whether those without a score are among the dropped.
-    unused_dropped: bool
+    #: How many of those without a score were dropped.
+    unused_dropped: int
     #: Per value of the column ``by``: how many have a score, and how many of those were dropped.
     by: str | None
     groups: dict[str | None, tuple[int, int]] = field(default_factory=dict)
@@ -109,13 +109,13 @@ def curate(
     check_out(Path(out), reader.path, force)
     marked = None if marks is None else Marked.read(Path(marks), reader.about.get("run_id"))
 
-    def judged(together: Documents | None) -> Judgement:
+    with reader.tables() as tables:
+        verdict = pieces = judge(tables, choice, marked)
+    if documents is not None:
         with reader.tables() as tables:
-            if together is not None:
-                tables.take_together(together.units, together.described)
-            return judge(tables, choice, marked, None if together is None else together.units)
-
-    found, verdict = info(reader), judged(documents)
+            tables.take_together(documents.units, documents.described)
+            verdict = judge(tables, choice, marked, documents.units, pieces.ids)
+    found = info(reader)
     result = Curation(
         out=str(out),
         rule=verdict.words,
@@ -124,18 +124,18 @@ def curate(
         unused=int((~verdict.used).sum()),
         scored_dropped=int((~verdict.kept & verdict.used).sum()),
         without_metadata=found.used_without_metadata,
-        unused_dropped=drop_unused,
+        unused_dropped=int((~verdict.kept & ~verdict.used).sum()),
         by=verdict.by,
         groups=verdict.groups(),
         unit="samples" if documents is None else "documents",
     )
     card = card_of(result, found, fmt).encode()
     if documents is None:
-        pieces = pieces_of(reader.files("samples"), verdict.copies)
+        registered = pieces_of(reader.files("samples"), verdict.copies)
         added = verdict.score_columns()
-        rows = (with_scores(piece, {k: v[here] for k, v in added.items()}) for piece, here in placed(pieces))
+        rows = (with_scores(piece, {k: v[here] for k, v in added.items()}) for piece, here in placed(registered))
         result.files = write_curation(Path(out), fmt, rows, verdict.kept, card, None)
     else:
-        chunks = chunk_table(judged(None), documents)
+        chunks = chunk_table(pieces, documents)
         result.files = write_curation(Path(out), fmt, document_pieces(documents, verdict), verdict.kept, card, chunks)
     return result

@@ -29,8 +29,7 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
         f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",
         f"- Steps covered: {found.first_step} to {found.last_step} ({found.steps:,} steps, {found.rows:,} contributions, "
         f"{sum(found.skipped.values()):,} steps not scored)",
-        f"- {c.unused:,} {c.unit} were never used in training and have no score: they are "
-        f"{'dropped' if c.unused_dropped else 'kept'}",
+        f"- {c.unused:,} {c.unit} were never used in training and have no score: {_unused(c)}",
     ]
     if c.without_metadata:
         lines.append(f"- {c.without_metadata:,} samples were used and have no metadata: they are in neither file")
@@ -39,7 +38,7 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
     )
     if c.unit == "documents":
         lines.append("may be noise. A document's score is the sum over its pieces. Kept and dropped files hold all documents of")
-        lines.append("the original files, each once, whole and in order, those of validation sets among the kept.")
+        lines.append("the original files, each once, whole and in order; those of validation sets are kept unless marked.")
     else:
         lines.append("may be noise. Kept and dropped files hold all registered samples, each once, in the order of registration.")
     if c.groups:
@@ -52,6 +51,12 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
         if len(c.groups) > 200:
             lines.append(f"\nand {len(c.groups) - 200:,} more values")
     return front + "\n".join(lines) + "\n"
+
+
+def _unused(c: Curation) -> str:
+    if c.unused_dropped in (0, c.unused):
+        return "they are dropped" if c.unused_dropped else "they are kept"
+    return f"{c.unused_dropped:,} of them are dropped"
 
 
 def _credit_line(found: Info) -> list[str]:

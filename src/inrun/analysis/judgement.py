@@ -102,7 +102,13 @@ class Judgement:
         return found
 
 
-def judge(tables: Tables, choice: Choice, marked: Marked | None, units: pa.Table | None) -> Judgement:
+def judge(
+    tables: Tables,
+    choice: Choice,
+    marked: Marked | None,
+    units: pa.Table | None = None,
+    trained: npt.NDArray[np.int64] | None = None,
+) -> Judgement:
     """Judge the samples of a run, or the documents that its tables take them together as.
 
     Args:
@@ -110,6 +116,7 @@ def judge(tables: Tables, choice: Choice, marked: Marked | None, units: pa.Table
         choice: The rule, and by what it judges.
         marked: People's marks, which stand above the rule.
         units: Which document a sample is a piece of, where documents are judged.
+        trained: The pieces that were there to train on: a document without any (of a validation set) cannot be called unused.
     """
     if not tables.columns:
         raise LedgerError(
@@ -131,7 +138,10 @@ def judge(tables: Tables, choice: Choice, marked: Marked | None, units: pa.Table
     judged = {name: sets[name] for name in chosen}
     if choice.combine == "mean" and len(chosen) > 1:
         judged = {"mean": _mean([sets[name] for name in chosen])}
-    kept = _verdict(rule, judged, sets, choice.combine, choice.drop_unused)
+    unused = np.full(len(ids), choice.drop_unused)
+    if units is not None and trained is not None:
+        unused &= np.isin(ids, units.filter(pc.is_in(units["sample_id"], pa.array(trained)))["unit"].to_numpy())
+    kept = _verdict(rule, judged, sets, choice.combine, unused)
     words = _in_words(rule, chosen, choice.combine, choice.view)
     if marked is not None:
         kept, more = marked.apply(kept, ids, units)
@@ -191,8 +201,8 @@ def _any(masks: list[Mask]) -> Mask:
     return np.logical_or.reduce(masks)
 
 
-def _verdict(rule: CurationRule, judged: dict[str, Judged], sets: dict[str, Judged], combine: str, drop_unused: bool) -> Mask:
-    """Return which samples are kept. A set that did not use a sample has no say on it."""
+def _verdict(rule: CurationRule, judged: dict[str, Judged], sets: dict[str, Judged], combine: str, unused: Mask) -> Mask:
+    """Return which samples are kept; ``unused`` are dropped unless used. A set that did not use a sample has no say on it."""
     drops = [~rule.keep(j, sets) & j.used for j in judged.values()]
     says = [j.used for j in judged.values()]
     used = _any(says)
@@ -200,7 +210,7 @@ def _verdict(rule: CurationRule, judged: dict[str, Judged], sets: dict[str, Judg
         dropped = np.logical_and.reduce([d | ~s for d, s in zip(drops, says, strict=True)]) & used
     else:
         dropped = _any(drops)
-    return ~(dropped | (~used & drop_unused))
+    return ~(dropped | (~used & unused))
 
 
 def _in_words(rule: CurationRule, chosen: list[str], combine: str, view: str) -> str:
