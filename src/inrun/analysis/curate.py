@@ -10,7 +10,7 @@ from typing import Any
 from inrun.analysis.curated_documents import Documents, chunk_table, document_pieces
 from inrun.analysis.curated_files import FORMATS, check_out, pieces_of, placed, with_scores, write_curation
 from inrun.analysis.curation_card import card_of
-from inrun.analysis.judgement import Choice, Judgement, judge
+from inrun.analysis.judgement import Choice, judge
 from inrun.analysis.marked import Marked
 from inrun.analysis.queries import CLEAR, Source, info
 from inrun.errors import ConfigurationError
