@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import duckdb
 import numpy as np
 import pyarrow.compute as pc
 import pytest
@@ -153,3 +154,19 @@ def test_large_ids_and_the_store_goes(tmp_path) -> None:
         same_as_ledger(snapshot)
         assert store.folder.is_dir()
     assert not store.folder.exists()
+
+
+SORTED = """
+SELECT count(*), max(place) FROM (SELECT a, row_number() OVER (ORDER BY b) AS place FROM (
+    SELECT hash(range)::VARCHAR AS a, hash(range + 1)::VARCHAR AS b FROM range(1_500_000)))
+"""
+
+
+def test_the_store_goes_to_its_own_folder_beyond_its_memory() -> None:
+    """It may reach no other file; what does not fit into memory must still find room."""
+    with Store(memory_limit="60MB", threads=1) as store:
+        assert store.cursor().execute(SORTED).fetchall() == [(1_500_000, 1_500_000)]
+        assert (store.folder / "spill").exists()
+    config = {"memory_limit": "60MB", "threads": 1, "temp_directory": ""}
+    with duckdb.connect(":memory:", config=config) as control, pytest.raises(duckdb.OutOfMemoryException):
+        control.execute(SORTED)
