@@ -139,6 +139,24 @@ def test_negative_curvature_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert np.isfinite(found).all()
 
 
+def test_conjugate_gradients_that_did_not_converge_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    r = Regression()
+    sets = {"a": r.validation, "b": lambda m: m.weight.sum(), "solved": lambda m: 0.0 * m.weight.sum()}
+    given = {**r.at(r.optimum()), "curvature": "hessian", "damping": 0.0}
+    scores("influence_function", sets, **given, iterations=1)
+    (record,) = caplog.records
+    assert "after 1 iterations for 2 of 3 validation sets" in record.message and "iterations= or more damping=" in record.message
+    # The residual that is named is that of one step along the gradient.
+    hessian, parts = r.x.T @ r.x / N, []
+    for g in (r.gradients(r.optimum())[1], torch.ones(D).double()):
+        parts.append(float((g - (g @ g) / (g @ hessian @ g) * hessian @ g).norm() / g.norm()))
+    assert f"up to {max(parts):.2g} of" in record.message
+    caplog.clear()
+    scores("influence_function", sets, **given, iterations=D + 1)  # the control: D steps are enough
+    scores("influence_function", sets, **given, iterations=1, tolerance=1.0)
+    assert not caplog.records
+
+
 def test_tracin_is_the_sum_over_checkpoints() -> None:
     r = Regression()
     weights = [torch.randn(D, generator=torch.Generator().manual_seed(s)).double() for s in range(3)]

@@ -72,6 +72,88 @@ def test_a_mapping_that_gives_something_else_is_not_used(caplog: pytest.LogCaptu
     assert "another gradient" in caplog.text
 
 
+class Weighed:
+    """A linear model with a loss that weighs sample ``special`` ten times, by a way of knowing it that mapping cannot follow."""
+
+    def __init__(self, how: str, n: int, special: int) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.model, self.data = nn.Linear(3, 1, bias=False), torch.randn(n, 3, generator=draw)
+        self.ids, self.how, self.special, self.table = np.arange(n), how, special, {special: 10.0}
+        self.texts = {str(special): 10.0}
+
+    def weight(self, k) -> float:
+        if self.how == "text":
+            return self.texts.get(f"{k}", 1.0)
+        if self.how == "dict":
+            return self.table.get(k, 1.0)
+        return 10.0 if isinstance(k, int) and k == self.special else 1.0
+
+    def loss(self, m: nn.Module, k) -> Tensor:
+        return self.weight(k) * m(self.data[k]).squeeze()
+
+    def gradients(self) -> Tensor:
+        return torch.stack([self.weight(k) * self.data[k] for k in self.ids.tolist()])
+
+    def losses(self) -> Tensor:
+        return (self.gradients() @ self.model.weight.T).squeeze(1).detach()
+
+
+@pytest.mark.parametrize("how", ["dict", "text", "type"])
+@pytest.mark.parametrize("special", [0, 3, 5])
+def test_a_single_sample_that_is_mapped_wrongly(how: str, special: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Six samples are all held against plain calls, by gradients, losses and Hessians alike."""
+    w = Weighed(how, 6, special)
+    with looking(w.model, w.loss, w.ids) as look:
+        torch.testing.assert_close(torch.cat([g for _, g in look.blocks()]), w.gradients())
+    with looking(w.model, w.loss, w.ids) as look:
+        torch.testing.assert_close(look.losses(), w.losses())
+    with looking(w.model, lambda m, k: w.loss(m, k).square(), w.ids) as look:
+        g = w.gradients()
+        torch.testing.assert_close(look.hessian_product(torch.ones(3), w.ids), 2 * (g.T @ g).sum(1) / 6)
+    assert len(caplog.records) == 3
+    plain = Weighed(how, 6, 99)  # the control: without such a sample, mapping goes on unless k is no index
+    caplog.clear()
+    with looking(plain.model, plain.loss, plain.ids) as look:
+        assert torch.equal(look.losses(), torch.cat([loss for _, _, loss in look.blocks_with_losses()]))
+    assert len(caplog.records) == (how != "type")
+
+
+def test_a_wrong_sample_of_a_later_block_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inrun.baselines.gradients.MOST_SAMPLES", 4)
+    w = Weighed("type", 8, 6)
+    words = r"sample_loss of sample 6, a plain call .*; in sample_loss\(model, k\) use k only to index tensors, or int\(k\)"
+    with looking(w.model, w.loss, w.ids) as look:
+        blocks = look.blocks()
+        next(blocks)
+        with pytest.raises(ValidationError, match=words):
+            next(blocks)
+    with looking(w.model, w.loss, w.ids) as look, pytest.raises(ValidationError, match=words):
+        look.losses()
+
+
+def test_drawn_samples_are_others_each_time() -> None:
+    """A sample that one pass does not draw is found by one of the next."""
+    w = Weighed("type", 64, 40)
+    with looking(w.model, w.loss, w.ids) as look, pytest.raises(ValidationError, match="sample 40, a plain"):
+        for _ in range(200):
+            found = look.losses()
+            assert not torch.allclose(found, w.losses())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_other_loss(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """Losses near 0, NaN, and of few digits: kernels of a batch and of one sample do not round alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 50), nn.Tanh(), nn.Linear(50, 10)).to(dtype)
+    data, labels = torch.randn(40, 300).to(dtype), torch.randint(0, 10, (40,))
+    boost = torch.nn.functional.one_hot(labels, 10).to(dtype) * torch.linspace(0, 20, 40)[:, None].to(dtype)
+    boost[7] = torch.nan
+    for _ in range(5):
+        with looking(model, lambda m, k: nn.functional.cross_entropy(m(data[k]) + boost[k], labels[k]), np.arange(40)) as look:
+            look.losses()
+    assert not caplog.records
+
+
 def test_the_hessian_of_a_gpt() -> None:
     model, loss = gpt()
     model.eval()

@@ -63,6 +63,27 @@ def test_of_equal_samples_the_first_is_nearer() -> None:
     assert table["score"].to_pylist() == [0.0, 1.0]  # by id: 3 came second
 
 
+@pytest.mark.parametrize("shift", [0.0, 1e4])
+def test_twins_of_other_labels(shift: float) -> None:
+    """Identical rows are equally far, wherever a matrix product rounds: the first is nearer, as with distances taken one by one."""
+    rng = np.random.default_rng(0)
+    for h, d in ((100, 5), (151, 37), (397, 130)):
+        base, m = rng.standard_normal((h, d)) + shift, 12
+        x, y = np.concatenate([base, base]), np.repeat([0, 1], h)
+        points, labels = base[rng.integers(0, h, m)] + 0.1 * rng.standard_normal((m, d)), rng.integers(0, 2, m)
+        found = run("knn_shapley", np.arange(2 * h), {"v": (points, labels)}, features=x, labels=y, k=1)["score"].to_numpy()
+        expected = np.zeros(2 * h)
+        for point, label in zip(points, labels, strict=True):
+            order = np.argsort(((x - point) ** 2).sum(1), kind="stable")
+            match = (y[order] == label).astype(float)
+            values = np.empty(2 * h)
+            values[-1] = match[-1] / (2 * h)
+            for i in range(2 * h - 2, -1, -1):
+                values[i] = values[i + 1] + (match[i] - match[i + 1]) / (i + 1)
+            expected[order] += values / m
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 def test_what_is_wrong_is_named() -> None:
     right = {"features": np.zeros((2, 3)), "labels": [0, 1]}
     for validation, options, error, words in (

@@ -6,7 +6,9 @@ import dataclasses
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy import stats
 from test_report import Page, simple
 
 from inrun.ledger import Ledger, StepRecord
@@ -114,8 +116,8 @@ CASES = {
         "Of 100 samples none is clear of its error for val: none clearly helped, none clearly hurt.",
     ),
     "as many as by chance": (
-        told(dist=scores(clear=7)),
-        "code helped val most (75 % of all that helped), tables most per sample; web hurt it. 7 of 100 samples are below zero by "
+        told(dist=scores(clear=13)),
+        "code helped val most (75 % of all that helped), tables most per sample; web hurt it. 13 of 100 samples are below zero by "
         "more than two standard errors, no more than chance alone could put there (see them).",
     ),
     "one": (
@@ -149,6 +151,35 @@ def test_finding_in_words(case):
     assert not any(c.drop and "drop them" not in said for c in cards)
 
 
+def drawn(rng, folds, samples, groups, *, low=0.0, lowered=0, moved=0.0):
+    """Books of noise, for samples and for groups; ``lowered`` samples and the first group are moved down."""
+    of_samples = rng.standard_normal((samples, folds))
+    of_samples[:lowered] -= low
+    of_groups = rng.standard_normal((groups, folds))
+    of_groups[0] -= moved
+    (score, error), (total, wide) = ((x.mean(1), x.std(1, ddof=1) / np.sqrt(folds)) for x in (of_samples, of_groups))
+    dist = scores(samples, int((score < 0).sum()), int((score + 2 * error < 0).sum()), int((score - 2 * error > 0).sum()))
+    return told([group(f"g{k}", t, e, share=0.5) for k, (t, e) in enumerate(zip(total, wide, strict=True))], dist=dist, folds=folds)
+
+
+@pytest.mark.parametrize("folds", [2, 4, 8])
+@pytest.mark.parametrize(("samples", "groups"), [(300, 5), (2000, 12), (20, 2)])
+def test_noise_is_no_finding(folds, samples, groups):
+    """Of runs in which nothing did anything, few advise to drop samples and few name a group; what was planted is found."""
+    rng = np.random.default_rng(0)
+    noise = [drawn(rng, folds, samples, groups) for _ in range(300)]
+    drops = np.mean(["drop them" in words(w) for w in noise])
+    named = np.mean([not words(w).startswith("No domain is clear of its error") for w in noise])
+    assert drops <= 0.05 and named <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 300)
+    assert named > 0 and np.mean([len(w.helped) + len(w.hurt) > 0 for w in noise]) == named
+    old = np.mean([any(abs(g.total) > 2 * g.error for g in w.groups) for w in noise])
+    assert old > 3 * named  # the control: two errors, whatever the folds
+    far = {2: 400.0, 4: 12.0, 8: 6.0}[folds]
+    planted = [drawn(rng, folds, samples, groups, low=6.0, lowered=samples // 2, moved=far) for _ in range(100)]
+    assert np.mean(["drop them" in words(w) for w in planted]) > 0.9
+    assert np.mean([[g.name for g in w.hurt] == ["g0"] for w in planted]) > 0.8
+
+
 OUTSIZED = {"outsized": [SimpleNamespace(audited=False)], "outsized_steps": 2, "outsized_share": 0.86}
 CAUTIONS = {
     "calm": (told(), []),
@@ -178,7 +209,7 @@ def test_cautions(case):
 def test_cards_say_how_sure():
     *_, sure = finding_cards(told(pending=2))
     assert (sure.value, sure.mood) == ("The books balance", "good")
-    assert "chance could still put 7 clearly below zero" in sure.rows[1].note and sure.rows[2].figure == "still coming in"
+    assert "chance could still put 13 clearly below zero" in sure.rows[1].note and sure.rows[2].figure == "still coming in"
     *_, sure = finding_cards(told(state="coarse"))
     assert sure.mood == "bad" and "Too coarse" in sure.value
     helped, hurt, sure = finding_cards(without_folds(CODE, TABLES, WEB))
@@ -204,8 +235,9 @@ def test_finding_is_that_of_the_books(tmp_path):
     assert {g.name for g in what.groups} == set(known)
     for g in what.groups:
         assert (g.total, g.error) == pytest.approx(known[g.name], rel=1e-2)
-    helped = {n for n, (total, error) in known.items() if total > 2 * error}
-    hurt = {n for n, (total, error) in known.items() if total < -2 * error}
+    away = stats.t.isf(0.025 / len(known), 3)
+    helped = {n for n, (total, error) in known.items() if total > away * error}
+    hurt = {n for n, (total, error) in known.items() if total < -away * error}
     assert {g.name for g in what.helped} == helped and {g.name for g in what.hurt} == hurt and "noise" in hurt
     assert words(what).startswith(f"{max(known, key=lambda n: known[n][0])} helped code most")
     assert [(s.place, s.column) for s in stories(found)] == [(s, c) for s in (0, 1) for c in (0, 1, 2)]

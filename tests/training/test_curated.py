@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import inrun
 from inrun.cli.main import cli
 from inrun.corpus.sources import find_files
-from inrun.errors import ConfigurationError
+from inrun.errors import ConfigurationError, TrainingError
 from inrun.training.config import make_config
 from inrun.training.session import train
 from small_run import corpus, settings
@@ -116,6 +116,23 @@ def test_pieces_can_be_left_out(folder: Path) -> None:
         train(make_config(settings(folder, "other", data=data, model={"context": 16})))
     with pytest.raises(ConfigurationError, match="is no chunks.parquet"):
         train(make_config(settings(folder, "none", data={**data, "pieces": str(folder / "corpus.jsonl")})))
+
+
+def test_other_pieces_are_not_resumed(folder: Path, tmp_path: Path) -> None:
+    """A chunks.parquet that was written again leaves other pieces out: sample ids mean the same, the order does not."""
+    curate(folder, "first", "--top-fraction", "0.6", "-v", "code")
+    pieces = tmp_path / "chunks.parquet"
+    table = pq.read_table(folder / "first" / "chunks.parquet")
+    pq.write_table(table, pieces)
+    data = {"paths": [str(folder / "corpus.jsonl")], "pieces": str(pieces)}
+    configured = settings(folder, "resumed", steps=10, data=data)
+    train(make_config(configured))
+    other = table.set_column(table.schema.get_field_index("kept"), "kept", [np.arange(table.num_rows) % 2 == 0])
+    pq.write_table(other.replace_schema_metadata(table.schema.metadata), pieces)
+    with pytest.raises(TrainingError, match=r"other pieces of the documents .* chunks.parquet of data.pieces"):
+        train(make_config(configured | {"steps": 12}), resume=True)
+    pq.write_table(table.take(np.random.default_rng(0).permutation(table.num_rows)), pieces)  # the same pieces in another order
+    assert train(make_config(configured | {"steps": 12}), resume=True).finished
 
 
 def test_files_that_are_gone_or_changed_are_named(folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@
             scores[:, rows] = g_val @ g.T
 
 By ``torch.func``: ``vmap`` over the number k of the sample, at any weights, without writing to the model. Where a model or a
-loss cannot be mapped over (it wants a plain ``int``, branches on values, draws numbers) samples are taken one at a time by
-plain autograd; this is logged once, and the numbers are the same.
+loss cannot be mapped over (it wants a plain ``int``, branches on values, draws numbers, looks k up in a dict) samples are taken one
+at a time by plain autograd; this is logged once, and the numbers are the same. What mapping gives is held against plain calls: the
+gradient of the first sample, and the losses of a few samples of every block.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,8 @@ BLOCK_NUMBERS = 2**25
 MOST_SAMPLES = 128
 #: Samples whose graph is kept for a second derivative.
 HESSIAN_SAMPLES = 64
+#: Samples of a block whose loss is taken by a plain call, too: the first, the last and others drawn at random.
+HELD_AGAINST = 6
 
 
 class Look:
@@ -47,7 +50,11 @@ class Look:
 
     def __init__(self, model: nn.Module, sample_loss: SampleLoss, ids: Ids, own: Mapping[str, Tensor], trained: list[str]) -> None:
         self.model, self.sample_loss, self.ids = model, sample_loss, ids
-        self._own, self._trained, self._mapped = own, trained, True
+        self._own, self._trained = own, trained
+        #: Whether samples are mapped over (None: not asked yet), and whether something that was mapped is in use.
+        self._mapped: bool | None = None
+        self._used = False
+        self._draw = np.random.default_rng(0)
         self.shapes = {name: own[name].shape for name in trained}
 
     @property
@@ -88,13 +95,15 @@ class Look:
             # k comes by closure: as an argument of grad it would be wrapped once more, and could not index a tensor.
             return _flat(grad_and_value(lambda w: self._call(self.sample_loss, {**w, **fixed}, k))(trained))
 
-        one = self._one(trained, fixed, 0)  # names what is wrong with the loss, and is what mapping is held against
+        first = self._one(trained, fixed, 0)[0]  # names what is wrong with the loss, and is what mapping is held against
+
+        def other(ks: Ids, found: tuple[Tensor, Tensor]) -> str | None:
+            if not ks[0] and not _close(found[0][0], first):
+                return "it gives another gradient than autograd for the first sample"
+            return self._other_losses(ks, found[1], {**trained, **fixed})
+
         for rows in self._rows():
-            found = self._over(rows, mapped, lambda k: self._one(trained, fixed, k))
-            if self._mapped and not rows.start and not _close(found[0][0], one[0]):
-                self._give_up_mapping("it gives another gradient than autograd for the first sample")
-                found = self._over(rows, mapped, lambda k: self._one(trained, fixed, k))
-            yield rows, *found
+            yield rows, *self._over(rows, mapped, lambda k: self._one(trained, fixed, k), other)
 
     def losses(self, weights: Weights = None) -> Tensor:
         """Return the loss of every sample, ``[n]``."""
@@ -149,17 +158,37 @@ class Look:
         for start in range(0, len(self.ids), size):
             yield slice(start, min(start + size, len(self.ids)))
 
-    def _over(self, ks: slice | Ids, mapped: Callable[[Tensor], Any], one: Callable[[int], Any]) -> Any:
-        """Call for every k of a block: mapped, or one after the other once that did not work."""
+    def _over(
+        self,
+        ks: slice | Ids,
+        mapped: Callable[[Tensor], Any],
+        one: Callable[[int], Any],
+        other: Callable[[Ids, Any], str | None],
+    ) -> Any:
+        """Call for every k of a block: mapped, or one after the other once that did not work or gave ``other`` than plain calls."""
         import torch
         from torch.func import vmap
 
         numbers = np.arange(ks.start, ks.stop) if isinstance(ks, slice) else ks
+        if self._mapped is None:
+            self._mapped = True
+            self._try_a_number_that_is_no_key()
         if self._mapped:
             try:
-                return vmap(mapped)(torch.as_tensor(numbers, device=self._own[self._trained[0]].device))
+                found = vmap(mapped)(torch.as_tensor(numbers, device=self._own[self._trained[0]].device))
             except UNMAPPABLE as error:
                 self._give_up_mapping(_short(error))
+            else:
+                why = other(numbers, found)
+                if why is None:
+                    self._used = True
+                    return found
+                if self._used:  # by blocks whose wrong samples were not drawn
+                    raise ValidationError(
+                        f"torch.func.vmap maps wrongly over samples, and some of that was used already: {why}; in "
+                        "sample_loss(model, k) use k only to index tensors, or int(k) to have samples taken one at a time"
+                    )
+                self._give_up_mapping(why)
         found = [one(int(k)) for k in numbers]
         if isinstance(found[0], torch.Tensor):
             return torch.stack(found)
@@ -168,6 +197,38 @@ class Look:
     def _give_up_mapping(self, why: str) -> None:
         self._mapped = False
         log.warning("samples are taken one at a time, because torch.func.vmap cannot map over them: %s", why)
+
+    def _try_a_number_that_is_no_key(self) -> None:
+        """Give up mapping if the loss looks k up in a dict or set: a tensor is never found there, and nothing would be raised."""
+        import torch
+
+        k = torch.tensor(0, device=self._own[self._trained[0]].device).as_subclass(_number_that_is_no_key())
+        try:
+            with torch.no_grad():
+                self._call(self.sample_loss, self._own, k)
+        except _UsedAsKeyError:
+            self._give_up_mapping("sample_loss looks k up in a dict or a set, or makes text of it")
+        except UNMAPPABLE:
+            pass  # mapping will say it
+
+    def _other_losses(self, ks: Ids, losses: Tensor, weights: Mapping[str, Tensor]) -> str | None:
+        """Say where mapped losses ``[m]`` are not those of plain calls: the first, the last and some that are drawn."""
+        import torch
+
+        losses = losses.detach()
+        if losses.dim() > 1:  # mapping minds no shape
+            _check_scalar(self._named(int(ks[0])), losses[0])
+        inner = self._draw.permutation(np.arange(1, len(ks) - 1))[: HELD_AGAINST - 2]
+        # Kernels of a batch round otherwise than those of one sample; losses near 0 are differences of larger numbers.
+        eps = torch.finfo(losses.dtype).eps
+        scale = max(1.0, float(losses.abs().max().nan_to_num(1.0, 1.0)))
+        for i in sorted({0, *inner.tolist(), len(ks) - 1}):
+            with torch.no_grad():
+                plain = self._call(self.sample_loss, weights, int(ks[i])).detach()
+            _check_scalar(self._named(int(ks[i])), plain)
+            if not torch.isclose(losses[i], plain, rtol=max(1e-3, 64 * eps), atol=64 * eps * scale, equal_nan=True):
+                return f"it gives {float(losses[i]):.6g} as {self._named(int(ks[i]))}, a plain call {float(plain):.6g}"
+        return None
 
     def _one(self, trained: Mapping[str, Tensor], fixed: Mapping[str, Tensor], k: int) -> tuple[Tensor, Tensor]:
         """Return the gradient ``[P]`` and the loss of one sample by plain autograd."""
@@ -186,9 +247,7 @@ class Look:
             _check_scalar(self._named(k), loss)
             return loss
 
-        losses: Tensor = self._over(ks, alone, checked)
-        if losses.dim() > 1:  # mapping minds no shape
-            checked(0)
+        losses: Tensor = self._over(ks, alone, checked, lambda numbers, found: self._other_losses(numbers, found, weights))
         return losses
 
     def _named(self, k: int) -> str:
@@ -247,6 +306,29 @@ def _wrapped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> nn.M
 
 def _without_sample(loss: Callable[[nn.Module], Tensor], model: nn.Module, _: object) -> Tensor:
     return loss(model)
+
+
+class _UsedAsKeyError(Exception):
+    """A sample's number was hashed or printed."""
+
+
+@cache
+def _number_that_is_no_key() -> type[Tensor]:
+    """Return a kind of tensor that indexes tensors as any other, and raises where it is hashed or made text of."""
+    import torch
+
+    class Number(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *given: Any) -> Any:
+            found = super().__torch_function__(*given)
+            return found.as_subclass(torch.Tensor) if isinstance(found, cls) else found  # what is indexed by k is no number
+
+        def _refuse(self, *_: object) -> Any:
+            raise _UsedAsKeyError
+
+        __hash__ = __repr__ = __str__ = __format__ = _refuse
+
+    return Number
 
 
 def _flat(found: tuple[Mapping[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:

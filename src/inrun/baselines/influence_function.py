@@ -47,7 +47,7 @@ def influence_function(
     (:mod:`inrun.baselines.kronecker`); never negative, and one decomposition serves all validation sets. ``"hessian"``: H is the
     Hessian of the mean loss of ``curvature_samples`` samples drawn at random (all, where there are no more), and the solution
     conjugate gradients': exact for convex losses, far more costly, and where the curvature is negative in spite of
-    the damping it ends early, with a warning.
+    the damping it ends early, with a warning; so it does where ``iterations`` are not enough.
 
     Args:
         sample_ids: The samples, ``[n]``: all that the model was trained on.
@@ -81,12 +81,15 @@ def _conjugate_gradients(look: Look, b: Tensor, drawn: Ids, damping: float, iter
     """Solve (H + λ I) x = b for every row of b, ``[sets, P]``, by Hestenes and Stiefel's method, each by itself."""
     import torch
 
-    solved = []
+    solved, left = [], []
     for row in b:
         x, residual = torch.zeros_like(row), row.clone()
         direction, square = residual.clone(), residual @ residual
-        for _ in range(iterations):
+        for done in range(iterations + 1):
             if square <= tolerance**2 * (row @ row):
+                break
+            if done == iterations:
+                left.append(float((square / (row @ row)).sqrt()))
                 break
             image = look.hessian_product(direction, drawn) + damping * direction
             bend = direction @ image
@@ -103,4 +106,14 @@ def _conjugate_gradients(look: Look, b: Tensor, drawn: Ids, damping: float, iter
             square, before = residual @ residual, square
             direction = residual + square / before * direction
         solved.append(x)
+    if left:
+        log.warning(
+            "influence_function: conjugate gradients stopped after %d iterations for %d of %d validation sets, with up to %.2g of "
+            "the right side left where tolerance=%g was asked for; scores are rough: give more iterations= or more damping=",
+            iterations,
+            len(left),
+            len(b),
+            max(left),
+            tolerance,
+        )
     return torch.stack(solved)

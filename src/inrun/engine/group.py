@@ -155,7 +155,7 @@ class Group(Processes):
         sent = sent.to(self._device)
         found = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
         first = self._dist.get_global_rank(self._group, 0)
-        self._call("messages", len(data), lambda: self._dist.gather(sent, found, dst=first, group=self._group))
+        self._call("parts for rank 0", sent.nbytes, lambda: self._dist.gather(sent, found, dst=first, group=self._group))
         return [x[:size].cpu().numpy().tobytes() for x, size in zip(found or [], sizes, strict=False)]
 
     # Sums

@@ -17,7 +17,9 @@ from torch import Tensor
 from inrun.errors import ProcessError
 
 #: What is gathered; all else is added up.
-GATHERED = ("directions", "meetings")
+GATHERED = ("directions", "meetings", "messages")
+#: What is gathered by rank 0 alone: the others hand it over once.
+HANDED = ("parts for rank 0",)
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Communication:
     """What the accountant exchanged in one step, beside what DDP or FSDP exchange, per rank.
 
     ``payload`` are bytes handed to collectives, by what they are. A ring all-reduce sends each of them 2(W − 1)/W times, an
-    all-gather ("directions" and "meetings", where every rank hands over its own part) W − 1 times.
+    all-gather ("directions", "meetings" and "messages", where every rank hands over its own part) W − 1 times, and what rank 0
+    alone gets ("parts for rank 0") is sent once by each other rank.
     """
 
     world: int
@@ -40,8 +43,9 @@ class Communication:
     @property
     def wire(self) -> float:
         """Return how many bytes a rank sends, by rings."""
-        gathered = sum(self.payload.get(what, 0) for what in GATHERED)
-        return gathered * (self.world - 1) + (self.bytes - gathered) * 2 * (self.world - 1) / self.world
+        gathered, handed = (sum(self.payload.get(what, 0) for what in kind) for kind in (GATHERED, HANDED))
+        added = self.bytes - gathered - handed
+        return gathered * (self.world - 1) + handed * (self.world > 1) + added * 2 * (self.world - 1) / self.world
 
 
 @dataclass

@@ -14,10 +14,12 @@ from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.findings import Findings
 from inrun.report.text import counted, one_line, percent
-from inrun.statistics import student_tail
+from inrun.statistics import binomial_quantile, student_quantile, student_tail
 
 #: Groups that a sentence names, and characters of a name; few steps decide a run from this part of Σ|c| on.
 MOST_NAMED, MOST_NAME, MUCH = 3, 40, 0.3
+#: How often something may be called clear though nothing did anything: some group of a column, and the samples below zero.
+FALSE_GROUPS, FALSE_SAMPLES = 0.05, 0.01
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,6 @@ class Group:
         """The total per sample."""
         return self.total / self.samples if self.samples else 0.0
 
-    @property
-    def clear(self) -> bool:
-        """Whether the total is clear of its error; without folds it has none to be clear of."""
-        return self.total != 0 and (self.error is None or abs(self.total) > CLEAR * self.error)
-
 
 @dataclass(frozen=True)
 class Told:
@@ -72,17 +69,36 @@ class Told:
     @property
     def helped(self) -> list[Group]:
         """Groups above zero, clear of their error where there is one; the highest total first."""
-        return sorted((g for g in self.groups if g.total > 0 and g.clear), key=lambda g: -g.total)
+        return sorted((g for g in self.groups if g.total > 0 and self.clear(g)), key=lambda g: -g.total)
 
     @property
     def hurt(self) -> list[Group]:
         """Groups below zero, clear of their error where there is one; the lowest total first."""
-        return sorted((g for g in self.groups if g.total < 0 and g.clear), key=lambda g: g.total)
+        return sorted((g for g in self.groups if g.total < 0 and self.clear(g)), key=lambda g: g.total)
+
+    @property
+    def errors_away(self) -> float:
+        """How many standard errors a group must be away from zero.
+
+        Errors of a few folds are rough themselves, and the best of many groups is far out by chance: Student's quantile with
+        folds − 1 degrees, such that of groups that did nothing some is farther away, on either side, in one run of twenty at most.
+        """
+        return student_quantile(FALSE_GROUPS / 2 / max(len(self.groups), 1), self.folds - 1) if self.folds > 1 else CLEAR
+
+    def clear(self, group: Group) -> bool:
+        """Whether a group's total is clear of its error; without folds it has none to be clear of."""
+        return group.total != 0 and (group.error is None or abs(group.total) > self.errors_away * group.error)
 
     @property
     def by_chance(self) -> int:
-        """How many samples would be "clear" below zero if none did anything: errors of a few folds are rough themselves."""
-        return round(student_tail(CLEAR, self.folds - 1) * self.scores.samples) if self.scores and self.folds > 1 else 0
+        """How many samples could be "clear" below zero if none did anything: more are there in one run of a hundred at most.
+
+        Each is there with Student's probability to be ``CLEAR`` errors below zero, by itself: samples that share their noise
+        come and go together, and their number scatters more.
+        """
+        if not self.scores or not self.scores.samples or self.folds < 2:
+            return 0
+        return binomial_quantile(FALSE_SAMPLES, self.scores.samples, student_tail(CLEAR, self.folds - 1))
 
     @property
     def may_drop(self) -> bool:

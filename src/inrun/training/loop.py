@@ -348,6 +348,7 @@ class Training:
         more = {
             "skipped": self.skipped,
             "data": self.data.chunks.store.fingerprint,
+            "samples": self.data.samples_fingerprint,
             "validation_data": self.data.validation_fingerprints,
             "totals": {name: values.tolist() for name, values in self._of_all(self.totals).items()},
             "model": describe_model(self.model),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,11 @@ class Prepared:
     def validation_fingerprints(self) -> dict[str, str]:
         """Return what the documents of every validation set were."""
         return {name: held.chunks.store.fingerprint for name, held in self.validation.items()}
+
+    @cached_property
+    def samples_fingerprint(self) -> str:
+        """Return which pieces of the documents are trained on: ``data.pieces`` leaves some out."""
+        return hashlib.sha256(self.chunks.ids.astype("<i8").tobytes()).hexdigest()
 
     def register(self, ledger: Ledger) -> None:
         """Tell the books what there is to know about the samples."""

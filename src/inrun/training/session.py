@@ -250,6 +250,12 @@ def _check_data(checkpoint: Checkpoint | None, data: Prepared) -> None:
             "the documents, or how they are read, have changed since the run began: sample ids would mean other samples. "
             "Point data.paths at the original files"
         )
+    # Checkpoints of earlier versions do not say it.
+    if checkpoint.state.get("samples", data.samples_fingerprint) != data.samples_fingerprint:
+        raise TrainingError(
+            "other pieces of the documents would be trained on than when the run began, in another order. Bring the chunks.parquet "
+            "of data.pieces back as it was, or begin another run"
+        )
 
 
 def _check_device(device: str) -> None:
