@@ -226,6 +226,7 @@ def test_control_what_is_fetched_is_found() -> None:
     assert fetched('<link rel="stylesheet" href="//fonts.x/y">') == ["//fonts.x/y"]
 
 
+@pytest.mark.slow
 def test_figures_are_small_and_can_be_drawn_again(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = ("who-taught-what.png", "math-one-step.png", "math-along-the-move.png", "math-late-pushes.png", "math-books.png")
     assert all((DOCS / "images" / name).stat().st_size < 150_000 for name in drawn)
