@@ -298,3 +298,4 @@ def test_what_a_module_holds() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.ReLU())
     assert list(torch_private.own_children(module)) == list(module.children())
     assert dict(torch_private.own_buffers(module[0])) == dict(module[0].named_buffers())
+    assert dict(torch_private.held_parameters(module[0])) == dict(module[0].named_parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inrun.layers.registry import nbytes_of
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, _chains, shared_outer
 from inrun.layers.sketch import SketchPlan, fold, from_bits
 
 N, T, P, Q, K, ROWS = 4, 3, 5, 6, 2, 7
@@ -75,6 +75,32 @@ def scattered(found: tuple[torch.Tensor, ...], plan: SketchPlan, buckets: int) -
         for t, row in enumerate(rows[n]):
             table[n, row] += values[n, t]
     return fold(table.flatten(1), torch.ones(()), buckets)
+
+
+@pytest.mark.parametrize(
+    ("n", "p", "q", "sums"),
+    [(4, 8, 16, 4), (40, 64, 64, 20), (7, 256, 80, 4), (9, 256, 128, 1), (3, 512, 600, 1), (1, 16, 16, 1)],
+)
+@pytest.mark.parametrize("k", [1, 3])
+def test_running_sums(n: int, p: int, q: int, sums: int, k: int) -> None:
+    """All samples at once, groups of like size, and one running sum give weight gradient, contractions and segments alike."""
+    x, y, v = floats(n, T, p), floats(n, T, q, seed=1), floats(k, p, q, seed=2)
+    whole = torch.einsum("ntp,ntq->npq", x, y)
+    signs = floats(p * q, seed=3).sign()
+    assert _chains(n, n, p * q * 8) == sums
+    for most in (None, 2):
+        total, c, none = shared_outer(x, y, v, most=most)
+        assert none is None
+        torch.testing.assert_close(total, whole.sum(0))
+        torch.testing.assert_close(c, torch.einsum("npq,kpq->nk", whole, v))
+        torch.testing.assert_close(shared_outer(x, y, v, by_rows=True, most=most)[1], torch.einsum("npq,kpq->nkp", whole, v))
+        _, c, segments = shared_outer(x, y, v, signs=signs, segment=q, most=most)
+        torch.testing.assert_close(c, torch.einsum("npq,kpq->nk", whole, v))
+        torch.testing.assert_close(segments, (whole * signs.view(p, q)).sum(2))
+    # Directions of more precision than the products are not rounded to theirs.
+    single = shared_outer(x.float(), y.float(), v)
+    torch.testing.assert_close(single[0], whole.sum(0).float(), rtol=1e-3, atol=1e-3)
+    assert single[1].dtype == torch.float64
 
 
 @pytest.mark.parametrize("heavy", [1, 2])

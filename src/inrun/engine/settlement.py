@@ -141,32 +141,39 @@ class Settlement(Settling):
         total = self._totals[micro]
         parts: list[Tensor] = []
         scales: list[float] = []
-        rates: dict[Scored, float] = {}
-        for s in mine:
+        places: list[int] = []
+        rates: dict[Scored, tuple[int, float]] = {}
+        for place, s in enumerate(mine):
             direction = self.directions.streaming.get(s.parameter)
             if direction is None:
                 continue
-            rate = rates[s] = direction.scale * factor * float(s.group["lr"])
+            rate = direction.scale * factor * float(s.group["lr"])
+            rates[s] = (place, rate)
             booked = self._replayed.get(micro, {}).get(s)
             summed = micro.sums.get(s)
             for c in (booked, None if summed is None else summed.grad):
                 if c is not None:
                     parts.append(c.unsqueeze(0))
                     scales.append(rate)
+                    places.append(place)
             by_rows = micro.row_sums.get(s)
             if by_rows is not None and by_rows.grad is not None:
                 # The row factors hold the learning rate.
                 weighed = by_rows.grad @ self.directions.row_factors(s).to(by_rows.dtype)
                 parts.append(weighed.unsqueeze(0))
                 scales.append(direction.scale * factor)
+                places.append(place)
         for scored, leaf in micro.joined.items():
             here = [i for i, s in enumerate(scored) if s in rates]
             if here and leaf.grad is not None:
                 parts.append(leaf.grad if len(here) == len(scored) else leaf.grad[here])
-                scales += [rates[scored[i]] for i in here]
+                places += [rates[scored[i]][0] for i in here]
+                scales += [rates[scored[i]][1] for i in here]
         if parts:
-            weights = torch.tensor(scales, dtype=total.dtype, device=total.device)
-            total += torch.einsum("pnk,p->nk", torch.cat(parts), weights)
+            # In the order of the parameters, whichever probe they came by: sums are then the same to the last bit.
+            order = sorted(range(len(places)), key=places.__getitem__)
+            weights = torch.tensor([scales[i] for i in order], dtype=total.dtype, device=total.device)
+            total += torch.einsum("pnk,p->nk", torch.cat(parts)[order], weights)
 
     def _settle_kept(self, optimizer: int, microbatches: list[Microbatch], factor: float, checked: bool) -> float:
         """Contract what was kept, one parameter after the other so that each direction is made once."""
