@@ -10,6 +10,7 @@ how far the loss moves with the order of the data alone.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,10 +159,12 @@ class _Cell:
             raise ConfigurationError(f"target is {self.study.target!r}; accepted are useful, {', '.join(TARGETS)}")
         return [d for d in TARGETS[self.study.target] if d in self.corpus.domains] or self.corpus.useful[:1]
 
-    def _kept(self, part: str, compute: Callable[[], Any]) -> Any:
-        """Return a part, as it was found before or computed now."""
+    def _kept(self, part: str, compute: Callable[[], Any], dropped: Mask | None = None) -> Any:
+        """Return a part, as it was found before or computed now; a curve is that of what was ``dropped``, sample by sample."""
         about = {k: v for k, v in vars(self.config).items() if k != "studies"}
         key = {"part": part, "seed": self.seed, "run": self.study.run, "target": self.study.target, "about": about}
+        if dropped is not None:
+            key["dropped"] = hashlib.sha256(np.packbits(dropped).tobytes()).hexdigest()
         return self.work.cell({**key, "text": self.corpus.source}, compute)
 
     def all(self) -> dict[str, Any]:
@@ -192,7 +195,7 @@ class _Cell:
         of = np.array(self.corpus.train.domains)
         by_domain = {d: int(dropped[of == d].sum()) for d in self.corpus.domains}
         parts = {i: f"{arm}, {kind} share, order {i}" for i in range(self.study.orders)}
-        curves = [self._kept(part, functools.partial(self._curve, ~dropped, i)) for i, part in parts.items()]
+        curves = [self._kept(part, functools.partial(self._curve, ~dropped, i), dropped) for i, part in parts.items()]
         return {"dropped": int(dropped.sum()), "of": len(dropped), "dropped_by_domain": by_domain, "curve": _mean(curves)}
 
     def _at_random(self, share: int) -> dict[str, Any]:

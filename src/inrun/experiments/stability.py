@@ -78,7 +78,7 @@ def run(config: StabilityConfig, work: Work) -> Findings:
             values = [spearman(mean, scores[name]) for scores in by_order]
             found.setdefault(f"{label_of(name)} with {label_of('data_shapley')}", []).append(float(np.mean(values)))
         work.tell("scores again and again", done + 1, len(work.seeds))
-    trainings = config.setting.budget.permutations * (config.setting.samples + 2)
+    trainings = config.setting.budget.permutations * (config.setting.samples + 1)
     data = {"images": images.name, "spearman": found, "trainings_per_estimate": trainings}
     return Findings(data, [_table(found)], [images.note, *_notes(config, trainings)], draw=lambda path: _draw(path, found))
 
