@@ -309,6 +309,28 @@ def test_names_of_several_paths_are_told_apart(tmp_path) -> None:
         find_files([one, tmp_path / "one"])
 
 
+def test_what_lies_beside_a_curation(tmp_path) -> None:
+    """Only the kept ones are read, what inrun wrote beside them goes unsaid, what others put there is counted."""
+    ours = {"written_by": "inrun curate", "kept": "kept.jsonl", "dropped": "dropped.jsonl"}
+    for name in ("kept.jsonl", "dropped.jsonl", "README.md", "chunks.parquet", ".hidden"):
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    (tmp_path / "curation.json").write_text(json.dumps(ours))
+    problems = Problems()
+    assert [f.path.name for f in find_files([tmp_path], problems)] == ["kept.jsonl"] and not problems.counts
+    (tmp_path / "mine.jsonl").write_text('{"text": "y"}\n')
+    assert [f.path.name for f in find_files([tmp_path], problems)] == ["kept.jsonl"]
+    assert problems.counts == {"file beside a curation": 1} and "mine.jsonl" in problems.lines()[0]
+    (tmp_path / "kept.jsonl").unlink()
+    with pytest.raises(DataError, match="holds no kept.jsonl, though curation.json names it"):
+        find_files([tmp_path])
+    # A file of that name by somebody else means nothing.
+    (tmp_path / "curation.json").write_text(json.dumps({"curator": "me", "kept": "none.jsonl"}))
+    assert {"dropped.jsonl", "mine.jsonl"} < {f.path.name for f in find_files([tmp_path])}
+    (tmp_path / "curation.json").write_text("[1]")
+    with pytest.raises(DataError, match="not an object; curate again, or move it away"):
+        find_files([tmp_path])
+
+
 def test_links_out_of_a_folder_are_not_followed(tmp_path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()

@@ -71,7 +71,8 @@ def test_reads_documents_and_draws_the_same_of_each_domain(tmp_path: Path) -> No
     corpus = read_corpus(work, config, 0)
     assert corpus.train.tokens.shape == (8, 17) and corpus.domains == ["a", "b"] and corpus.source == "corpus.jsonl.gz"
     assert corpus.train.domains.count("a") == 4 and len(corpus.validation) == 4 and len(corpus.test) == 6
-    assert all(" train " in t or t.startswith(d) for t, d in zip(corpus.train.texts, corpus.train.domains, strict=True))
+    for rows, split in ((corpus.train, "train"), (corpus.validation, "val"), (corpus.test, "test")):
+        assert all(t.startswith(f"{d} {split} ") for t, d in zip(rows.texts, rows.domains, strict=True))
     again, other = read_corpus(work, config, 0), read_corpus(work, config, 1)
     assert torch.equal(corpus.train.tokens, again.train.tokens) and not torch.equal(corpus.train.tokens, other.train.tokens)
     with pytest.raises(ConfigurationError, match="has 6 documents of domain 'a' in split 'train', 50 are needed"):

@@ -129,6 +129,28 @@ def test_memory_has_views_of_its_own_as_on_disk(tmp_path: Path) -> None:
     assert disk.samples().equals(memory.samples())
 
 
+def test_standardised_scores_have_the_same_bits_in_any_order(tmp_path: Path) -> None:
+    """Rows of a step in another order, in memory, on disk and asked again: sums must not round otherwise."""
+    rng = np.random.default_rng(1)
+    found = []
+    steps = [(rng.permutation(40), 10.0 ** rng.uniform(-9, 3, 40) * rng.choice([-1, 1], 40)) for _ in range(30)]
+    for run in ("a", "b"):
+        memory = MemoryLedger()
+        with Ledger(tmp_path / run, flush_every=3) as disk:
+            for step, (ids, values) in enumerate(steps):
+                order = rng.permutation(40) if run == "b" else np.arange(40)
+                for books in (memory, disk):
+                    accounts = [{"step": step, "validation": "v"}]
+                    books.write(StepRecord(step, ids[order], {"v": values[order].astype(np.float32)}, accounts))
+        found += [books.scores(view="standardised") for books in (memory, disk, memory, Ledger.open(tmp_path / run))]
+    assert all(table.equals(found[0]) for table in found)
+    expected = np.zeros(40)
+    for ids, values in steps:
+        exact = values.astype(np.float32).astype(np.float64)
+        expected[ids] += exact / np.abs(exact).mean()
+    np.testing.assert_allclose(found[0]["score"].to_numpy(), expected, rtol=1e-9, atol=30 * 2.0**-36)
+
+
 def test_samples_in_memory_are_checked_and_added() -> None:
     memory = MemoryLedger()
     assert memory.samples() is None

@@ -18,6 +18,7 @@ CONSEQUENCES = {
     "binary file": "skipped",
     "broken file": "the rest of the file is lost",
     "link out of the folder": "not followed",
+    "file beside a curation": "skipped",
     "metadata is not text or number": "left empty",
     "duplicate id": "kept under a new id",
 }

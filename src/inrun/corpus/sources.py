@@ -30,6 +30,8 @@ MAYBE_DATA = {".json": "lines"}
 TEXTS = (".txt", ".text", ".md", ".rst", ".py", ".tex")
 #: `inrun curate` leaves this beside its files.
 CURATED = "curation.json"
+#: What it writes beside the kept and the dropped.
+CURATION = (CURATED, "README.md", "chunks.parquet")
 ACCEPTED = (
     f"accepted are files ending in {', '.join([*DATA, *MAYBE_DATA])}, single texts ({', '.join(TEXTS)}), "
     "folders of such files or of any text files, and folders written by datasets' save_to_disk"
@@ -58,7 +60,7 @@ def find_files(paths: str | Path | Sequence[str | Path], problems: Problems | No
 
     Args:
         paths: A file or folder, or several.
-        problems: Counts links that leave their folder; they are not followed.
+        problems: Counts links that leave their folder, which are not followed, and files that lie beside a curation.
 
     Raises:
         ConfigurationError: A path is missing, of an unknown kind, empty, or given twice.
@@ -125,7 +127,7 @@ def _walk(folder: Path, base: Path, problems: Problems) -> Iterator[Path]:
             if (Path(here) / name).is_symlink():
                 problems.add("link out of the folder", _name(Path(here) / name, base), "a link to a folder")
                 folders.remove(name)
-        left_out = _dropped(Path(here), names)
+        left_out = _dropped(Path(here), names, base, problems)
         for name in sorted(n for n in names if not n.startswith(".") and n not in left_out):
             path = Path(here) / name
             if path.is_symlink() and not path.resolve().is_relative_to(root):
@@ -139,11 +141,18 @@ def _is_ours(folders: Sequence[str], names: Sequence[str]) -> bool:
     return ("tokens.bin" in names and "offsets.bin" in names) or ("run.json" in names and "manifest" in folders)
 
 
-def _dropped(here: Path, names: Sequence[str]) -> set[str]:
-    """Return the files of a folder that `inrun curate` wrote beside the kept ones: they are not to be trained on."""
+def _dropped(here: Path, names: Sequence[str], base: Path, problems: Problems) -> set[str]:
+    """Return the files beside what `inrun curate` kept: they are not to be trained on, and those of others are counted."""
     if CURATED not in names:
         return set()
-    kept = _read_json(here / CURATED, "curate again").get("kept")
+    mark = _read_json(here / CURATED, "curate again, or move it away if it is not by `inrun curate`")
+    if mark.get("written_by") != "inrun curate":
+        return set()
+    kept = mark.get("kept")
+    if kept not in names:
+        raise DataError(f"{here} holds no {printable(str(kept))}, though {CURATED} names it as what to train on; curate again")
+    for name in sorted(n for n in names if n not in (kept, mark.get("dropped"), *CURATION) and not n.startswith(".")):
+        problems.add("file beside a curation", _name(here / name, base), f"`inrun curate` wrote {kept} there, which alone is read")
     return {name for name in names if name != kept}
 
 

@@ -45,7 +45,20 @@ _ROWS = {
     "FROM contributions",
 }
 _LR = "SELECT step, max(lr) AS lr FROM accounts WHERE lr > 0 GROUP BY step"
-_SPREAD = "SELECT step, label, avg(abs(value)) AS spread FROM rows GROUP BY step, label"
+#: Standardised values are brought to multiples of 2⁻³⁶, their errors, which are squared, of 2⁻²², and absolute values of a step to
+#: 2⁻⁵² of its largest: sums of such numbers are exact (of values to 2¹⁷, of squares to 2⁹), so that no bit depends on the order
+#: in which threads and hash tables give rows.
+_GRID, _ROUGH, _FINE = 2.0**36, 2.0**22, 2.0**52
+_MOST = "SELECT step, label, max(abs(value)) AS most FROM rows GROUP BY step, label"
+_PARTS = f"""
+SELECT step, label, most, try_cast(round(abs(value) / most * {_FINE}) AS BIGINT) AS part
+FROM rows JOIN ({_MOST}) USING (step, label)
+"""
+_SPREAD = f"""
+SELECT step, label,
+       CASE WHEN most > 0 AND isfinite(most) THEN most * (sum(part)::DOUBLE / ({_FINE} * count(*))) ELSE most END AS spread
+FROM ({_PARTS}) GROUP BY step, label, most
+"""
 _PLACE = """
 SELECT step, sample_id, label, pending, rank() OVER by_value AS low, cume_dist() OVER by_value AS upto,
        count(*) OVER (PARTITION BY step, label) AS n
@@ -61,8 +74,8 @@ VIEWS = {
     "per_lr": f"""
         SELECT step, sample_id, label, value / lr AS value, error / lr AS error, pending FROM rows JOIN ({_LR}) USING (step)""",
     "standardised": f"""
-        SELECT step, sample_id, label, CASE WHEN spread > 0 THEN value / spread ELSE 0.0 END AS value,
-               CASE WHEN spread > 0 THEN error / spread END AS error, pending
+        SELECT step, sample_id, label, CASE WHEN spread > 0 THEN round(value / spread * {_GRID}) / {_GRID} ELSE 0.0 END AS value,
+               CASE WHEN spread > 0 THEN round(error / spread * {_ROUGH}) / {_ROUGH} END AS error, pending
         FROM rows JOIN ({_SPREAD}) USING (step, label)""",
 }
 
