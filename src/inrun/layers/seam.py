@@ -213,7 +213,9 @@ def gradients_for_probes(
         leaving.append(c)
     if want_totals and len(totals) < len(shapes):
         totals |= {name: shape.total() for name, shape in shapes.items() if name not in totals}
-    return totals, [torch.stack(leaving)] if call.joined else leaving
+    if call.joined:
+        leaving = [torch.stack(leaving) if len(leaving) > 1 else leaving[0].unsqueeze(0)]
+    return totals, leaving
 
 
 def _extra(ask: Ask, shape: GradientShape, given: Iterator[Tensor]) -> list[Tensor]:

@@ -450,8 +450,8 @@ def _one_running_sum(
 def _chains(most: int, n: int, nbytes: int) -> int:
     """Return how many running sums of ``nbytes`` to keep: as many as stay in the cache, in groups of like size, or one.
 
-    Measured inside steps and with cold caches (docs/bench.md): of weights of which fewer than six fit, one running sum by a product
-    per sample takes less time than several by batched products.
+    By themselves, with cold caches (docs/bench.md), products of weights of which fewer than six fit take less time with one running
+    sum, a product per sample, than with several by batched products.
     """
     fit = min(most, CACHE_BYTES // max(nbytes, 1))
     return 1 if fit < 6 and fit < n else -(-n // -(-n // fit))
