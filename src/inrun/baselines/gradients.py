@@ -323,10 +323,10 @@ def _number_that_is_no_key() -> type[Tensor]:
             found = super().__torch_function__(*given)
             return found.as_subclass(torch.Tensor) if isinstance(found, cls) else found  # what is indexed by k is no number
 
-        def _refuse(self, *_: object, **__: object) -> Any:
+        def _refuse(self, *_: Any, **__: Any) -> Any:
             raise _UsedAsKeyError
 
-        __hash__ = __repr__ = __str__ = __format__ = _refuse
+        __hash__ = __repr__ = __str__ = __format__ = _refuse  # type: ignore[assignment]
 
     return Number
 
