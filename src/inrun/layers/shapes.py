@@ -12,7 +12,7 @@ A shape knows how to contract itself with directions, to add itself up, to be ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -428,7 +428,7 @@ def _one_running_sum(
     """As :func:`shared_outer` with one running sum, which is G in the end; a product per sample is faster than a batch of one."""
     n, k, total = x.shape[0], v.shape[0], x.new_empty(x.shape[2], y.shape[2])
     flat, directions, apart = total.view(-1), v.reshape(k, -1).unbind(0), by_rows or v.dtype != x.dtype
-    rights = y.unbind(0) if isinstance(y, Tensor) else (y[i : i + 1][0] for i in range(n))
+    rights: Iterable[Tensor] = y.unbind(0) if isinstance(y, Tensor) else (y[i : i + 1][0] for i in range(n))
     dots: list[Tensor] = []
     rows: list[Tensor] = []
     segments: list[Tensor] = []
