@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import inrun
 from cases import CASES, Case, D, masked_sum, model_of, position_mask
 from draws import draw, drawn
-from inrun.layers.shapes import Outer, shared_outer
+from inrun.layers.running import shared_outer
+from inrun.layers.shapes import Outer
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
 COMBINATIONS = [pytest.param(case, form, id=f"{case.name}-{form}") for case in CASES for form in case.forms]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from inrun.layers.registry import nbytes_of
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, _chains, shared_outer
+from inrun.layers.running import _chains, shared_outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
 from inrun.layers.sketch import SketchPlan, fold, from_bits
 
 N, T, P, Q, K, ROWS = 4, 3, 5, 6, 2, 7

@@ -262,7 +262,7 @@ def spreads(columns: list[Label], contributions: Tensor) -> list[float]:
     for j, column in enumerate(columns):
         groups.setdefault(column.set_name, []).append(j)
     if len(groups) == len(columns):
-        return contributions.double().abs().sum(0).tolist()  # type: ignore[no-any-return]
+        return contributions.double().abs().sum(0).tolist()
     found = [0.0] * len(columns)
     for js in groups.values():
         spread = float(contributions[:, js].double().mean(1).abs().sum())

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from inrun.layers.layout import SCRATCH_BYTES, row_dots, scratch_like
 from inrun.layers.registry import LayerRule, Owner, nbytes_of, register
-from inrun.layers.shapes import Formed, GradientShape, Parts, shared_outer
+from inrun.layers.running import shared_outer
+from inrun.layers.shapes import Formed, GradientShape, Parts
 from inrun.layers.sketch import SketchPlan
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}

@@ -21,7 +21,8 @@ from torch import Tensor
 from inrun.layers.fallback import RecordedCall, Replay
 from inrun.layers.layout import SCRATCH_BYTES
 from inrun.layers.registry import LayerRule
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts, shared_outer
+from inrun.layers.running import shared_outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
 from inrun.layers.sketch import SketchPlan
 
 
