@@ -247,6 +247,6 @@ def _draw(config: ParaphraseConfig, cells: list[dict[str, Any]], path: Path) -> 
     last.set_yticks(range(len(LEVELS)), [level.replace(" in an", "\nin an") for level in LEVELS], fontsize=8)
     last.invert_yaxis()
     last.set_title("mean rank of the original (dotted: chance)", fontsize=10)
-    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncol=4, title="lower right")
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncol=4, title="ranks, at the lower right")
     figure.savefig(path, dpi=100)
     plt.close(figure)
