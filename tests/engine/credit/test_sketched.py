@@ -378,7 +378,7 @@ def test_momentum_may_be_switched_off() -> None:
         next_token_loss(model, batch(4, 5)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    payment = step.whole._payment
+    payment = step.game.settlement._payment
     before = len(payment.parts) - payment.entry.n
     assert float(payment.parts[:before].abs().max()) <= 1e-9 * float(payment.own.abs().max())
 

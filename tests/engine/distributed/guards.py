@@ -218,7 +218,7 @@ def split(rank: int, world: int) -> Any:
     run = sharded_run(method="first")
     parameters = list(run.model.parameters())
     with run.accountant.step(own_ids(rank)) as step:
-        held = {p: v.shape for p, v in step.directions.raw.items()}
+        held = {p: v.shape for p, v in step.game.directions.raw.items()}
         step.skip()
     run.accountant.close()
     here = {p: (1, *p.to_local().shape) for p in parameters}
