@@ -69,8 +69,7 @@ class Accountant:
             fall of the loss), "step" (what it did in its own step), "auto" (whole where the optimizers allow it and neither
             ``method`` nor ``update`` is given).
         credit_memory: For whole credit: "sketch" (a few numbers of every sample's gradient until its window has passed) or "exact"
-            (the gradients themselves, in host memory). Optimizers without a memory (plain SGD) pay all in the step itself, exactly:
-            unless ``sketch`` is given, nothing is kept.
+            (the gradients themselves, in host memory).
         sketch: Numbers per sample; None for a default by model size.
         method: For the step game, where the validation gradient is taken: "first" (at the weights before the step), "lookahead"
             (after momentum and decay), "midpoint" (in the middle of the data's part of the move), "second" (before the step,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from inrun.engine.checks.coverage import Coverage, CoverageRow
-from inrun.engine.credit.choice import nothing_lasts, resolve_credit
+from inrun.engine.credit.choice import resolve_credit
 from inrun.engine.credit.sketcher import default_size
 from inrun.engine.directions import Timing
 from inrun.engine.extras import check_extra
@@ -220,9 +220,7 @@ def make_setup(
         tell_shards(model, list(by_parameter.values()), processes, shards)
         _check_elementwise(rules)
     entries = sum(p.numel() for p in by_parameter)
-    # Where all is paid at once there is nothing to sketch, unless that is asked for; sharded gradients are never whole.
-    kept = credit_memory == "exact" or (sketch is None and not processes.sharded and nothing_lasts(rules, optimizers))
-    plan = CreditPlan(kept, sketch or default_size(entries)) if game == "whole" else None
+    plan = CreditPlan(credit_memory == "exact", sketch or default_size(entries)) if game == "whole" else None
     sites = find_sites(model, by_parameter)
     in_groups = {p for o in optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
     return Setup(

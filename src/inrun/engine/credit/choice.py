@@ -68,12 +68,5 @@ def _obstacle(optimizer: torch.optim.Optimizer, exact: bool) -> str | None:
     return None
 
 
-def nothing_lasts(rules: list[UpdateRule], optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Whether every step is moved by its own gradient alone (κ_{t,s} = 0 for s < t): all uses are paid at once, none is kept."""
-    groups = [(rule, group) for rule, optimizer in zip(rules, optimizers, strict=True) for group in optimizer.param_groups]
-    recalls = [rule.recall(group, {}) for rule, group in groups]
-    return all(r is not None and r.keep == 0.0 and r.later == 0.0 for r in recalls)
-
-
 def _has_memory(rule: UpdateRule, optimizer: torch.optim.Optimizer) -> bool:
     return all(rule.recall(group, {}) is not None for group in optimizer.param_groups)

@@ -18,7 +18,6 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
 from inrun.layers import Formed, GradientShape
-from inrun.layers.squares import squares
 
 
 class ExactStore:
@@ -29,24 +28,20 @@ class ExactStore:
         self.scored = scored
         self.entries: list[ExactEntry] = []
 
-    def capture(self, microbatches: list[Microbatch], quietly: Any, lasts: bool) -> ExactEntry:
-        """Copy what a backward left of every sample into host memory; take it as it is if it does not last beyond the step."""
-
-        def held_as(x: Tensor) -> Tensor:
-            return x.detach().to("cpu", copy=True) if lasts else x.detach()
-
+    def capture(self, microbatches: list[Microbatch], quietly: Any) -> ExactEntry:
+        """Copy what a backward left of every sample."""
         place = {s: i for i, s in enumerate(self.scored)}
         held: list[tuple[int, int, GradientShape]] = []
         first = 0
         for micro in microbatches:
             for kept in micro.kept:
                 for shape in kept.shapes():
-                    parts = tuple(held_as(part) for part in shape.parts())
+                    parts = tuple(part.detach().to("cpu", copy=True) for part in shape.parts())
                     held.append((place[kept.scored], first, kept.restore(parts)))
             for replayed in micro.replays:
                 for name, s in replayed.scored.items():
                     for shape in replayed.shapes(name, micro.n, quietly).values():
-                        held.append((place[s], first, Formed(held_as(shape.form()))))
+                        held.append((place[s], first, Formed(shape.form().detach().to("cpu", copy=True))))
             first += micro.n
         return ExactEntry(first, held)
 
@@ -54,12 +49,13 @@ class ExactStore:
         """Return what the rows of some steps get, ``[rows, k]``, in double precision; ``kappa`` ``[steps, parameters]``."""
         found = []
         columns = direction.k
+        host = {i: d.to("cpu") for i, d in direction.whole.items()}
         for row, open_ in zip(kappa, some, strict=True):
             part = torch.zeros(open_.n, columns, dtype=torch.float64)
             for i, first, shape in open_.held:
-                if i in direction.whole and row[i] != 0.0:
-                    v = direction.whole[i].to(shape.parts()[0].device)
-                    c = shape.contract(v if i not in open_.factors else v * open_.factors[i]).double().cpu()
+                if i in host and row[i] != 0.0:
+                    v = host[i] if i not in open_.factors else host[i] * open_.factors[i]
+                    c = shape.contract(v).double()
                     part[first : first + len(c)] += c * row[i]
             found.append(part)
         return torch.cat(found)
@@ -104,9 +100,10 @@ class ExactEntry:
     def norms(self) -> Tensor:
         """Return the norm of every row's gradient."""
         if self._norms is None:
-            found = torch.zeros(self.n, dtype=torch.float64)
+            squares = torch.zeros(self.n, dtype=torch.float64)
             for _, first, shape in self.held:
-                mine = squares(shape).double().cpu()
-                found[first : first + len(mine)] += mine
-            self._norms = found.sqrt()
+                g = shape.form().double()
+                g = g.reshape(len(g), -1)
+                squares[first : first + len(g)] += g.square().sum(1)
+            self._norms = squares.sqrt()
         return self._norms

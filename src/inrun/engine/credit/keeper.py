@@ -83,8 +83,6 @@ class WholeCredit:
         self.free: dict[int, Realised] = {}
         self.steps = 0
         self.begun = False
-        #: Whether it was said what will be kept: of one step, or of windows.
-        self.told: bool | None = None
 
     def expect(self, columns: list[Label]) -> None:
         """Fix the validation sets, points and folds of the run."""
@@ -106,7 +104,6 @@ class WholeCredit:
         self.owed, (self.to_all, self.given, self.spread) = owed, sums
         self.steps, self.begun, self.columns, self.open, self.factors = steps, begun, columns, open_, factors
         self.decays, self.inherited = decays, inherited
-        self.told = bool(open_) if steps else None
 
     # What a step asks before its backward
 
@@ -127,11 +124,11 @@ class WholeCredit:
 
     # One step
 
-    def capture(self, microbatches: list[Microbatch], k: int, quietly: Any, lasts: bool = True) -> Any:
-        """Collect what the backwards left of the coming step's rows, and whether its pushes last beyond it."""
+    def capture(self, microbatches: list[Microbatch], k: int, quietly: Any) -> Any:
+        """Collect what the backwards left of the coming step's rows."""
         if isinstance(self.store, SketchStore):
             return self.store.capture(microbatches, k, quietly)
-        return self.store.capture(microbatches, quietly, lasts)
+        return self.store.capture(microbatches, quietly)
 
     def add_up(self, entry: Any) -> None:
         """Add the coming step's sketches up over samples and processes: what the audit follows."""

@@ -78,11 +78,6 @@ class WholeMove:
         """Return how every parameter's memory advances; None for those that do not step."""
         return [self.moves[i].recall if i in self.moves else None for i in range(len(self.scored))]
 
-    @property
-    def lasts(self) -> bool:
-        """Whether this step's gradients move weights in later steps, too."""
-        return any(m.recall.keep != 0.0 or m.recall.later != 0.0 for m in self.moves.values())
-
     def worth(self, raw: list[Tensor | None]) -> Tensor:
         """Return −⟨w' − w, ∇ℓ⟩ for validation gradients ``[k, *shape]``: what the whole move is worth by them, ``[k]``."""
         k = len(next(g for g in raw if g is not None))

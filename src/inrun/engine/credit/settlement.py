@@ -140,11 +140,10 @@ class WholeSettlement(Settling):
         k = len(found.columns)
         if self._entry is None:
             with processes.together("what backwards left", self.step):
-                self._entry = entry = credit.capture(microbatches, k, self.quietly, move.lasts)
+                self._entry = entry = credit.capture(microbatches, k, self.quietly)
                 self.kept_bytes = credit.store.nbytes()
-                if credit.told is None or (move.lasts and not credit.told):
+                if credit.steps == 0:
                     self._tell_memory(entry, move)
-                    credit.told = move.lasts
             credit.add_up(entry)
         for i, m in move.moves.items():
             credit.decay_through(i, m, self._decays)
@@ -170,7 +169,7 @@ class WholeSettlement(Settling):
         """Say once, before any of it is taken, what the open windows will keep; raise if that is more than allowed."""
         steps, whole = self.credit.expected(entry, move)
         limit = self.setup.deferred_memory
-        kind = f"per-sample gradients{' in host memory' if move.lasts else ''}" if self.credit.exact else "sketches"
+        kind = "per-sample gradients in host memory" if self.credit.exact else "sketches"
         if limit is not None and whole > limit:
             raise DeferredMemoryError(
                 f"whole credit would keep up to about {whole / 1e6:,.0f} MB of {kind} for {entry.n} rows in each of {steps} steps, "

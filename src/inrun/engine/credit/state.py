@@ -102,8 +102,7 @@ def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
     # Copies: tensors in a mapped file may be aligned otherwise than torch's own, and then round otherwise.
     plain, tensors = state["plain"], {name: x.clone() for name, x in state["tensors"].items()}
     size = None if credit.exact else credit.store.sketchers[False].size  # type: ignore[union-attr]
-    nothing_kept = credit.exact and not plain["open"] and not plain["owed"]["sketchers"]
-    if (plain["exact"] != credit.exact or plain.get("sketch") != size) and not nothing_kept:
+    if plain["exact"] != credit.exact or plain.get("sketch") != size:
         raise ConfigurationError(
             f"the saved run kept {_words(plain['exact'], plain.get('sketch'))} for whole credit, this accountant keeps "
             f"{_words(credit.exact, size)}; give the same credit_memory= and sketch="
