@@ -103,7 +103,6 @@ SIZES = {
         (
             Study("GPT-2-like, prose wanted", TextRun(steps=300), arms=_WITHOUT_SECOND, repeats=3),
             replace(_NEOX, run=TextRun(steps=300, model="gpt_neox")),
-            Study("GPT-2-like, all domains but junk wanted", TextRun(steps=300), "useful", _FEW, equal_share=False, seeds=1),
         ),
         CorpusConfig(1500, 64, 256, 16, 32),
         rows_per_step=8,

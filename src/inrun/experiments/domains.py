@@ -159,7 +159,7 @@ def _early_table(early: dict[str, list[float]]) -> Table:
         f"Documents of the first steps among the k best (1 = chance, {1 / EARLY:g} = all)",
         ["", "recall of the first tenth of the documents that training takes"],
         rows,
-        "Mean over domains. What a document is worth falls fast in the first steps, whatever it says.",
+        "Mean over domains. A bias towards the first steps, in which any text is worth much, would show here.",
     )
 
 
