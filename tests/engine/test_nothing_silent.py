@@ -536,3 +536,18 @@ def test_a_gated_norm_is_scored_by_running_it_again() -> None:
             loss_of(model, x).backward()
             optimizer.step()
         assert relative_error(accountant.last.contributions["validation"], want) < 1e-5
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_equal_samples_prove_nothing_about_what_a_parameter_meets(equal: bool) -> None:
+    """Tokens that are the same in all samples cannot be seen to move: the module goes through the fallback, whatever the batch."""
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(11, 3, mode="max").double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.tensor([[4], [4]] if equal else [[4], [7]])
+    with inrun.Accountant(model, optimizer, lambda m: m(torch.tensor([[4]])).square().sum(), method="first") as accountant:
+        with accountant.step([0, 1]):
+            (model(tokens) * torch.tensor([[1.0], [2.0]])).sum().backward()
+            optimizer.step()
+        (row,) = accountant.coverage
+    assert row.rule == "fallback"

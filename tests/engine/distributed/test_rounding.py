@@ -20,6 +20,8 @@ from job import launch
 from jobs import SINGLE
 from rounding import run
 
+pytestmark = pytest.mark.xdist_group("rounding")  # what is kept for all of them is made once
+
 SEVERAL = ["ddp", "fsdp"]
 
 

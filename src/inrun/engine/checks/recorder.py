@@ -40,6 +40,15 @@ class Entry:
     columns: Tensor | None = None
 
 
+@dataclass
+class Constant:
+    """What met a parameter and is taken for the same whatever the samples are."""
+
+    problem: UnreadableError
+    shape: torch.Size
+    print: Tensor
+
+
 def fingerprint(x: Tensor) -> Tensor:
     """Return one number per leading row, different (almost surely) if any entry of the row differs."""
     flat = x.detach().reshape(x.shape[0], -1)
@@ -85,7 +94,7 @@ class Recorder:
         self.packing, self.apart, self.samples = packing, apart, samples
         self.disturb_spread, self.with_grad = disturb_spread, with_grad
         #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
-        self.constants: list[tuple[UnreadableError, Tensor]] = []
+        self.constants: list[Constant] = []
         #: Modules whose parameters are read and met the samples by broadcasting.
         self.spreading: set[Site] = set()
         self.disturb_copy = disturb_copy
@@ -154,7 +163,7 @@ class Recorder:
 
     def note_constants(self, problem: UnreadableError, tensors: list[Tensor]) -> None:
         """Note tensors that no sample may move."""
-        self.constants += [(problem, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
+        self.constants += [Constant(problem, x.shape, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
 
     def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
         """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""

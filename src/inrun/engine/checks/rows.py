@@ -23,7 +23,7 @@ from inrun.engine.sites import Site
 from inrun.errors import CoverageError, IdsError, RowOwnershipError
 from inrun.layers import Layout, unused_parameters
 from inrun.layers.layout import SHARED
-from inrun.layers.reads import UnreadableError
+from inrun.layers.reads import UnreadableError, sample_dim
 from inrun.layers.trees import float_tensors, tensors_of
 
 log = logging.getLogger("inrun")
@@ -155,18 +155,27 @@ class RowCheck:
 
     def _moved_constants(self, before: Recorder, after: Recorder) -> bool:
         """Whether a sample moved what was taken for the same for all; then the modules concerned go through the fallback."""
-        for (problem, was), (_, now) in zip(before.constants, after.constants, strict=False):
-            if bool(moved_rows(was, now).any()):
-                reading = [site for site in problem.sites if site.rule.reads]
+        for was, now in zip(before.constants, after.constants, strict=False):
+            if bool(moved_rows(was.print, now.print).any()):
+                reading = [site for site in was.problem.sites if site.rule.reads]
                 if not reading:
-                    raise _unreadable(problem, before.samples)
-                _fall_back(reading, str(problem))
+                    raise _unreadable(was.problem, before.samples)
+                _fall_back(reading, str(was.problem))
                 return True
         # Rows that are gathered by what a sample is (experts) change the calls themselves.
         reads = [[(e.site, e.shape) for e in r.entries if e.site is not None and e.site.rule.reads] for r in (before, after)]
         if reads[0] != reads[1]:
             _fall_back(list({site for site, _ in (*reads[0], *reads[1])}), "its calls change with the samples")
             return True
+        return False
+
+    def _perhaps_constants(self, recorder: Recorder, n: int) -> bool:
+        """Whether what no exchange could move may still be the samples'; then the modules concerned go through the fallback."""
+        for constant in recorder.constants:
+            reading = [site for site in constant.problem.sites if site.rule.reads]
+            if n > 1 and reading and sample_dim(constant.shape, n) is not None:
+                _fall_back(reading, str(constant.problem))
+                return True
         return False
 
     def _check_spread(self, sites: set[Site], n: int, arguments: Arguments, plain: tuple[list[Entry], list[Tensor]]) -> bool:
@@ -279,6 +288,8 @@ class RowCheck:
                             raise
                         _fall_back([before.site], str(problem).partition(":")[0])
                         return self._examine(n, arguments, samples, again)
+        if not seen and not again and self._perhaps_constants(recorder, n):
+            return self._examine(n, arguments, samples, again)
         if not seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
         if again:
