@@ -20,7 +20,7 @@ demo: $(VENV)/core
 	$(BIN)/inrun demo
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not browser"
 
 test-slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow

@@ -19,6 +19,7 @@ from inrun.ledger import StepRecord
 from inrun.training.loop import Result, Status
 
 
+@pytest.mark.slow
 def test_texts():
     texts = demo_texts(100, 20, 6, 5, 0)
     train = [t for t in texts if t.split == "train"]

@@ -511,6 +511,7 @@ def test_shares_sum_to_the_real_move(name: str) -> None:
             assert accountant.last.clip[0] < 1.0
 
 
+@pytest.mark.slow
 def test_muon_beside_adamw() -> None:
     """Not elementwise: the shares of the matrices sum to the move within a few per cent, and the books say so."""
     model, fn = tiny(tied=False, dtype=torch.float32), validation()

@@ -31,7 +31,7 @@ from integrations.test_transformers import adamw
 from integrations.tiny_text import Recorder, difference, llama, plain_loop, token_losses, validation_of, weights
 from integrations.trainer_jobs import HELD, LABELS, LR, ROWS
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("trainers")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 #: transformers rounds losses to float32.
 TOLERANCE = 1e-5
 

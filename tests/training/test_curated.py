@@ -19,8 +19,6 @@ from inrun.training.config import make_config
 from inrun.training.session import train
 from small_run import corpus, settings
 
-pytestmark = pytest.mark.xdist_group("curated")  # what is kept for all of them is made once
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

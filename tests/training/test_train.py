@@ -142,6 +142,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     raise AssertionError(process.communicate()[1])
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_step_and_resumed_is_bitwise_unbroken(folder):
     """200 steps, kill -9 at random moments, --resume until done."""
     config = folder / "config.yaml"

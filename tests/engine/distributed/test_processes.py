@@ -19,8 +19,6 @@ from job import launch
 from jobs import BLOCKWISE, BY_NAME, COMPILED, FOUR, IN_SINGLE, JOBS, LONG, PLAYS, ROUNDED, SHARDED
 from plays import assembled, batch_gaps, differences, play_part
 
-pytestmark = pytest.mark.xdist_group("processes")  # what is kept for all of them is made once
-
 
 @functools.cache
 def found(job: str, world: int = 2) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,8 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from job import launch
 from jobs import SINGLE
 from rounding import run
-
-pytestmark = pytest.mark.xdist_group("rounding")  # what is kept for all of them is made once
 
 SEVERAL = ["ddp", "fsdp"]
 
