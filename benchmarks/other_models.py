@@ -139,6 +139,14 @@ def lstm() -> Model:
     return Recurrent(), lambda n: (torch.randint(0, 500, (n, 40)), torch.randint(0, 500, (n, 40))), 32
 
 
+def width_256() -> Model:
+    """The shape of ``inrun bench``: a GPT of 4 layers of width 256, 256 positions."""
+    from inrun.training.gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig(vocab=4096, context=256, width=256, layers=4, heads=4))
+    return model, lambda n: (torch.randint(0, 4096, (n, 255)), torch.randint(0, 4096, (n, 255))), 16
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "resnet": resnet,
     "encoder": encoder,
@@ -146,6 +154,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "mixtral": mixtral,
     "gpt2": gpt2,
     "lstm": lstm,
+    "width-256": width_256,
 }
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,

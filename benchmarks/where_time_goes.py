@@ -1,0 +1,150 @@
+"""Where the time of a scored step goes, beside plain training: every millisecond, by phase and by what runs.
+
+    pip install py-spy
+    python benchmarks/where_time_goes.py --model lstm --seconds 20
+
+A child process trains one of the models of ``other_models.py`` on the first core; py-spy looks at its stack from outside some
+hundred times a second, so that nothing is slowed down by being measured. A sample belongs to the phase of the step that is on
+its stack, and to the innermost function of inrun there; shares of all samples times the mean step are milliseconds, and they add
+up to the step. Plain training is measured in the same way, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+#: A phase, and functions that tell it; the first that is on the stack counts, so that a validation pass is no forward.
+PHASES = {
+    "enter": ("Step.__enter__",),
+    "settle": ("Step.before_optimizer",),
+    "exit": ("Step.__exit__",),
+    "backward": ("Tensor.backward",),
+    "clip": ("clip_grad_norm_",),
+    "optimizer": ("Optimizer.profile_hook_step",),
+    "forward": ("loss_of",),
+}
+#: What runs, by function or file of inrun.
+PARTS = {
+    "validation pass": ("_gradient (inrun/engine/validation", "Validation"),
+    "around the validation pass": ("inrun/engine/quiet", "inrun/engine/look", "inrun/engine/validation"),
+    "directions": ("inrun/optimizers/", "inrun/engine/directions"),
+    "products of weights, contractions": ("inrun/layers/running", "inrun/layers/shapes", "dot_each", "row_dots", "scratch_like"),
+    "gradient of the input": ("input_gradient",),
+    "the layer itself": ("Owner.run",),
+    "norms and biases": ("inrun/layers/norm", "sum_positions"),
+    "recurrent loops": ("inrun/layers/cells", "inrun/layers/recurrent", "inrun/layers/lstm"),
+    "experts": ("inrun/layers/experts", "inrun/layers/routed"),
+    "seam: autograd functions": ("inrun/layers/seam", "inrun/layers/layout", "inrun/layers/linear"),
+    "parameters that are read": ("inrun/layers/reads", "inrun/layers/read_gradients", "inrun/engine/reads", "inrun/layers/trees"),
+    "asking and routing": ("inrun/engine/microbatch", "inrun/engine/capture", "inrun/engine/attach", "inrun/engine/sites"),
+    "gradients watched, clip factor": ("inrun/engine/checks", "inrun/engine/factors", "inrun/torch_private"),
+    "settling and records": ("inrun/engine", "inrun/ledger"),
+}
+RATE = 400
+
+
+def train(name: str, way: str, seconds: float) -> None:
+    """Train until told to stop; print the mean step."""
+    import other_models
+    import torch
+
+    torch.set_num_threads(1)
+    other_models.keep_freed_memory()
+    step = other_models.make_step(name, other_models.WAYS[way])
+    for number in range(17):
+        step(number)
+    print("ready", flush=True)
+    times = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        start = time.process_time()
+        step(100 + len(times))
+        times.append(time.process_time() - start)
+    print(f"{1000 * sum(times) / len(times)} {1000 * min(times)}", flush=True)
+
+
+def phase_of(stack: list[str]) -> str:
+    """Return the phase of a stack."""
+    for phase, names in PHASES.items():
+        if any(frame.startswith(name) for name in names for frame in stack):
+            return phase
+    return "loop"
+
+
+def part_of(stack: list[str]) -> str:
+    """Return what runs: the innermost frame of inrun that is known, or torch and the model themselves."""
+    ours = [frame for frame in stack if "inrun/" in frame]
+    if any(frame.startswith("_gradient (inrun/engine/validation") for frame in ours) or any(
+        "inrun/engine/validation" in frame for frame in ours[-3:]
+    ):
+        return "validation pass"
+    for frame in reversed(ours):
+        if frame.startswith(("ObservedModel.__call__", "Observed")) and frame is ours[-1]:
+            return "torch and the model"
+        for part, marks in PARTS.items():
+            if any(mark in frame for mark in marks):
+                return part
+    return "torch and the model"
+
+
+def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], float], float, float]:
+    """Return milliseconds by phase and part, the mean step and the best."""
+    command = [sys.executable, __file__, "--model", name, "--child", way, "--seconds", str(seconds + 4)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(  # noqa: S603 - this file
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        raw = Path(folder) / "raw"
+        spy = [str(Path(sys.executable).with_name("py-spy")), "record", "--nonblocking", "-f", "raw", "-r", str(RATE)]
+        subprocess.run(  # noqa: S603 - py-spy of this environment
+            [*spy, "-d", str(int(seconds)), "-o", str(raw), "-p", str(child.pid)], check=True, capture_output=True
+        )
+        mean, best = map(float, child.stdout.readline().split())
+        lines = raw.read_text(encoding="utf-8").splitlines()
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for line in lines:
+        frames, count = line.rsplit(" ", 1)
+        stack = frames.split(";")
+        if not any("step (" in frame for frame in stack):
+            continue  # a look that failed half-way
+        counts[phase_of(stack), part_of(stack)] += int(count)
+    total = counts.total()
+    return {key: mean * count / total for key, count in counts.items()}, mean, best
+
+
+def main() -> None:
+    """Print the table of a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--way", default="first")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        os.sched_setaffinity(0, {0})
+        train(options.model, options.child, options.seconds)
+        return
+    plain, mean, best = look(options.model, "plain", options.seconds)
+    scored, scored_mean, scored_best = look(options.model, options.way, options.seconds)
+    print(f"{options.model}: plain {mean:.2f} ms (best {best:.2f}), {options.way} {scored_mean:.2f} (best {scored_best:.2f})")
+    print(f"ratio of means {scored_mean / mean:.3f}, of best steps {scored_best / best:.3f}\n")
+    print("| phase | plain | scored | of which |\n|---|---|---|---|")
+    for phase in ("enter", "forward", "backward", "clip", "settle", "optimizer", "exit", "loop"):
+        before = sum(ms for (p, _), ms in plain.items() if p == phase)
+        parts = sorted(((ms, part) for (p, part), ms in scored.items() if p == phase), reverse=True)
+        words = ", ".join(f"{part} {ms:.2f}" for ms, part in parts if ms >= 0.05)
+        print(f"| {phase} | {before:.2f} | {sum(ms for ms, _ in parts):.2f} | {words} |")
+    print(f"| all | {sum(plain.values()):.2f} | {sum(scored.values()):.2f} | |")
+
+
+if __name__ == "__main__":
+    main()
