@@ -9,6 +9,7 @@ the step; ``default`` is what an Accountant does unless told otherwise (whole cr
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -200,24 +201,30 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps per round")
+    parser.add_argument("--instances", type=int, default=3, help="how often every contestant is made")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     print(f"{'model':20} {'plain ms':>9} {'first':>7} {'default':>8}")
     for name in options.model or MODELS:
-        steps = {way: make_step(name, chosen) for way, chosen in WAYS.items()}
         best = dict.fromkeys(WAYS, float("inf"))
-        # Looks at the rows, and the finer sketches of the first ten steps, are over by then.
-        for step in steps.values():
-            for number in range(17):
-                step(number)
-        order = list(steps)
-        for turn in range(options.rounds):
-            for way in order[turn % len(order) :] + order[: turn % len(order)]:
-                for number in range(options.steps):
-                    began = time.process_time()
-                    steps[way](100 * (turn + 1) + number)
-                    best[way] = min(best[way], time.process_time() - began)
+        order = list(WAYS)
+        for instance in range(options.instances):
+            # Where tensors happen to lie moves a step by some per cent, so that all are made several times, in turned order.
+            order = order[1:] + order[:1]
+            steps = {way: make_step(name, WAYS[way]) for way in order}
+            # Looks at the rows, and the finer sketches of the first ten steps, are over by then.
+            for step in steps.values():
+                for number in range(17):
+                    step(number)
+            for turn in range(instance, options.rounds, options.instances):
+                for way in order[turn % len(order) :] + order[: turn % len(order)]:
+                    for number in range(options.steps):
+                        began = time.process_time()
+                        steps[way](100 * (turn + 1) + number)
+                        best[way] = min(best[way], time.process_time() - began)
+            del steps
+            gc.collect()
         ratios = [best[way] / best["plain"] for way in ("first", "default")]
         print(f"{name:20} {1000 * best['plain']:9.1f} {ratios[0]:7.2f} {ratios[1]:8.2f}", flush=True)
 

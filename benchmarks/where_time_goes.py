@@ -98,9 +98,12 @@ def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], flo
     """Return milliseconds by phase and part, the mean step and the best."""
     command = [sys.executable, __file__, "--model", name, "--child", way, "--seconds", str(seconds + 4)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(  # noqa: S603 - this file
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as child:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(  # noqa: S603 - this file
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        ) as child,
+    ):
         assert child.stdout is not None
         child.stdout.readline()
         raw = Path(folder) / "raw"
