@@ -104,5 +104,5 @@ class StepRefinement:
 
 def _summed(directions: Iterable[tuple[Scored, Tensor]]) -> Tensor:
     """Return Σ ⟨G, v⟩ over parameters, ``[k]``, in double precision on the host."""
-    products = [inner(s.used_gradient, v)[0] for s, v in directions]
+    products = [inner(s.used_gradient, v) for s, v in directions]
     return torch.stack(products).sum(0).cpu() if products else torch.zeros(1, dtype=torch.float64)

@@ -295,6 +295,11 @@ class Run:
         self.open_step.before_optimizer(index)
         return changed
 
+    def forget_pushes(self) -> None:
+        """An optimizer has moved, or may have, in a step that is not recorded: it remembers pushes of nobody that is known."""
+        if self.credit is not None:
+            self._left_over += self.credit.settle_all(alone=self.setup.processes.several)
+
     def after_optimizer(self, index: int) -> None:
         """An optimizer has stepped."""
         if self.open_step is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, check_balances, inner, products_with
+from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, balance_of, check_balances, products_with
 from inrun.engine.directions import Directions
 from inrun.engine.factors import Factors
 from inrun.engine.microbatch import Microbatch, Replayed
@@ -250,14 +250,17 @@ class Settlement(Settling):
             total = torch.zeros(len(v), dtype=torch.float64, device=v.device)
             for shape in shapes:
                 total += shape.contract(v).double().sum(0)
-            self._balances[s.parameter] = Balance(s, total, torch.zeros_like(total), torch.zeros_like(total))
+            self._balances[s.parameter] = self._balance(s, total, None, v)
             return
         gradient = s.used_gradient
-        if self.processes.several:  # the gradient is that of samples elsewhere, too: see ``_balance_all``
-            expected = scale = torch.zeros_like(found.contributed)
-        else:
-            expected, scale = inner(gradient if found.rows is None else gradient[found.rows], found.v)
-        self._balances[s.parameter] = Balance(s, found.contributed * factor, expected, scale)
+        used = gradient if found.rows is None else gradient[found.rows]
+        self._balances[s.parameter] = self._balance(s, found.contributed * factor, used, found.v)
+
+    def _balance(self, s: Scored, contributed: Tensor, gradient: Tensor | None, v: Tensor) -> Balance:
+        """Put both sides of a sum together; of several processes the gradient is that of others, too (``_balance_all``)."""
+        if gradient is None or self.processes.several:
+            return Balance(s, contributed, *(torch.zeros_like(contributed) for _ in range(3)))
+        return balance_of(s, contributed, products_with(gradient, v).to(contributed.device))
 
     def _balance_streamed(self, mine: list[Scored], microbatches: list[Microbatch], factor: float) -> None:
         for s in mine:
@@ -274,11 +277,7 @@ class Settlement(Settling):
             if s.parameter in self._balances:
                 sums.append(self._balances[s.parameter].contributed)
             if sums:
-                if self.processes.several:
-                    expected = scale = torch.zeros_like(sums[0])
-                else:
-                    expected, scale = inner(s.used_gradient, direction.v)
-                self._balances[s.parameter] = Balance(s, torch.stack(sums).sum(0) * factor, expected, scale)
+                self._balances[s.parameter] = self._balance(s, torch.stack(sums).sum(0) * factor, s.used_gradient, direction.v)
 
     def _balance_all(self, mine: list[Scored]) -> None:
         """Of several processes: both sides of every parameter's sum, for the samples of all of them.
@@ -296,8 +295,7 @@ class Settlement(Settling):
         self.processes.sum_("conservation", sums)
         whole = self.processes.joined(torch.stack(products))
         for s, contributed, found in zip(of, sums, whole, strict=True):
-            expected, squares = found[: len(contributed)], found[len(contributed) :]
-            self._balances[s.parameter] = Balance(s, contributed, expected, (squares[0] * squares[1:]).sqrt())
+            self._balances[s.parameter] = balance_of(s, contributed, found)
 
     def _check(self, mine: list[Scored], microbatches: list[Microbatch]) -> None:
         seen = self.factors.watch.seen

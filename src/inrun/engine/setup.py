@@ -88,7 +88,14 @@ class Setup:
         """Raise if the optimizers gained groups or parameters; one that is frozen for a while just gets no gradient."""
         if sum(len(o.param_groups) for o in self.optimizers) != self.groups:
             raise OptimizerError("a parameter group was added after the Accountant was made; make a new one")
-        trainable = {p for o in self.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad}
+        places = {p: (i, k) for i, o in enumerate(self.optimizers) for k, g in enumerate(o.param_groups) for p in g["params"]}
+        moved = [s.name for s in self.scored if places.get(s.parameter) != (s.optimizer, s.group_index)]
+        if moved:
+            raise OptimizerError(
+                f"{', '.join(moved[:5])} is no longer in the parameter group of the optimizer that it was in when the Accountant "
+                "was made, and would be scored with the options of that one; make a new Accountant"
+            )
+        trainable = {p for p in places if p.requires_grad}
         known = {s.parameter for s in self.scored} | self.foreign
         if trainable - known:
             names = {p: n for n, p in self.model.named_parameters()}

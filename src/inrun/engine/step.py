@@ -9,6 +9,7 @@ exit         contributions to the ledger, loss after if audited or rough
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -36,6 +37,7 @@ from inrun.ledger.labels import Label
 from inrun.ledger.record import SettledCredits, Skip
 from inrun.torch_private import current_backward
 
+log = logging.getLogger("inrun")
 #: Takes a finished step: writes it and goes on to the next.
 Finish = Callable[[FinishedStep, StepLook, list[Scored] | None], None]
 
@@ -61,7 +63,7 @@ class Step(OpenStep):
         self.skipped = Skipped()
         #: The loss scaler found infinities and will not let the optimizer step.
         self.held_back = False
-        self.broken = self._dropped = False
+        self.broken = self._dropped = self._recorded = False
         #: How many calls of each optimizer's ``step`` are running, one inside the other; those that came to their end.
         self._running: dict[int, int] = {}
         self._completed: set[int] = set()
@@ -101,17 +103,34 @@ class Step(OpenStep):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        """Write the step's contributions, unless an exception is on its way."""
+        """Write the step's contributions, unless an exception came before the optimizers had stepped."""
         try:
             if kind is None:
                 self._finish()
+            elif self._happened():
+                self._finish_in_spite()
         except BaseException as error:
             self._tell(error)
             raise
         finally:
+            if not self._recorded and self.game.settlement.settled:
+                self.run.forget_pushes()
             self._close()
         if value is not None:
             self._tell(value)
+
+    def _happened(self) -> bool:
+        """Whether all that the step is for was done when an exception came (logging behind ``optimizer.step()``, Ctrl-C)."""
+        settled = self.game.settlement.settled
+        done = bool(settled) and settled <= self._completed and self._settled_all()
+        return done and not (self.broken or self._dropped or self.processes.several)
+
+    def _finish_in_spite(self) -> None:
+        """Record a step that happened, with an exception on its way: the optimizer has moved, and remembers its samples."""
+        try:
+            self._finish()
+        except InrunError as error:  # the user's own exception is the one to see
+            log.warning("inrun: step %d was not recorded: %s", self.number, error)
 
     def _tell(self, error: BaseException) -> None:
         """Leave word for the other processes; where one of them is the reason, say which."""
@@ -281,6 +300,8 @@ class Step(OpenStep):
     @torch.no_grad()
     def _settle(self, index: int) -> None:
         mine = [s for s in self.setup.scored if s.optimizer == index]
+        if self._moves_nothing(mine):
+            return
         with self.processes.together(f"optimizer.step() ({index})", self.number) as meeting:
             if self._held is not None:
                 raise self._held
@@ -294,7 +315,7 @@ class Step(OpenStep):
             meeting.own = [int(held_back), int(hooked), int(coarse), int(any_seen), first and fingerprint(self.microbatches)]
         if self.processes.several:
             check_different_data(meeting, 4, self.number)
-            self.watch.take_reduced(mine, self.processes)
+            self.watch.take_reduced(self.setup.scored, self.processes)
         with self.processes.together(f"the checks before optimizer.step() ({index})", self.number):
             if not meeting.any(3):
                 raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
@@ -307,6 +328,7 @@ class Step(OpenStep):
         self.watch.settle()
         self.run.capture.rest()
         if self.moved is None:
+            self.path.expect({s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen})
             self.moved = self.path.moving()
         if self.held_back:
             self.game.settlement.hold_back(index)
@@ -318,6 +340,11 @@ class Step(OpenStep):
         spent = self.game.settlement.settle(index, self.microbatches, checked, self.skipped.why is None)
         self.run.audits.spent(spent)
 
+    def _moves_nothing(self, mine: list[Scored]) -> bool:
+        """Whether an optimizer has no gradients at all while another one's parameters got some: to torch that is no step."""
+        idle = bool(mine) and all(s.parameter.grad is None for s in mine)
+        return idle and bool(self.watch.seen) and not self.processes.several
+
     def _check_order(self, index: int, mine: list[Scored]) -> None:
         """Raise if an optimizer steps where it should not, or if something in the step went wrong by now."""
         if self.game.settlement.has(index):
@@ -325,7 +352,13 @@ class Step(OpenStep):
         if self._dropped:
             raise StepError("optimizer.step() after step.skip(): the step was dropped; leave the `with` block first")
         if not self.processes.several and not any(s.parameter in self.watch.seen for s in mine):
-            raise StepError("optimizer.step() without a backward inside the step: there is nothing to score")
+            raise StepError(
+                "optimizer.step() without a backward inside the step: there is nothing to score"
+                if not self.watch.seen
+                else f"the optimizer of {mine[0].name} steps although none of its parameters got gradient in this step: what it "
+                "remembers would move them, and that belongs to no sample here. Leave its step() out, or set its gradients to None "
+                "(zero_grad()), with which it moves nothing."
+            )
         if self.broken or self.run.flag.spoiled:
             raise StepError("a microbatch of this step failed; leave the step and begin a new one after zero_grad()")
         self._check_coverage()
@@ -429,4 +462,5 @@ class Step(OpenStep):
             sums=shared_sums(columns, contributions, self.processes),
             rows=self._rows(),
         )
+        self._recorded = True
         self._finish_run(finished, self.look, setup.scored if skipped else self.moved)

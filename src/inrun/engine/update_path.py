@@ -7,7 +7,7 @@ u(0) = δ_∅ is what would happen without a gradient, u(G) the real move. Their
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -32,10 +32,17 @@ class UpdatePath:
         self.frozen = update == "frozen"
         self.realised = update == "realised"
         self.gains: dict[nn.Parameter, Tensor | float] = {}
+        #: The optimizers that will step; None where that is not known yet.
+        self._stepping: frozenset[int] | None = None
+
+    def expect(self, optimizers: Collection[int]) -> None:
+        """Take note of the optimizers whose parameters got gradient: others do not step, whatever zeros are in ``.grad``."""
+        self._stepping = frozenset(optimizers)
 
     def moving(self) -> list[Scored]:
         """Return the parameters that the coming steps move: optimizers pass over those without a gradient."""
-        return [s for s in self.scored if s.parameter.grad is not None]
+        with_gradient = [s for s in self.scored if s.parameter.grad is not None]
+        return with_gradient if self._stepping is None else [s for s in with_gradient if s.optimizer in self._stepping]
 
     def gain(self, s: Scored) -> Tensor | float:
         """Return −P, learning rate included; made once per step."""

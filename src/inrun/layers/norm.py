@@ -33,7 +33,8 @@ class NormConstants:
 
     def statistics(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return μ (None where not centred) and 1/deviation, over the last dimensions, kept as 1."""
-        x = x if self.dtype is None else x.to(self.dtype)
+        # The framework's kernels compute in single precision at least, and take their default ε from it.
+        x = x.to(torch.promote_types(x.dtype, torch.float32) if self.dtype is None else self.dtype)
         over = tuple(range(-len(self.shape), 0))
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         if not self.centred:
@@ -47,7 +48,7 @@ class NormConstants:
 
     def normalise(self, x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
         """Return x̂, before any cast back to the dtype of the input."""
-        wide = x if self.dtype is None or self.product_in_input else x.to(self.dtype)
+        wide = x if self.product_in_input else x.to(rstd.dtype if self.dtype is None else self.dtype)
         return (wide if mean is None else wide - mean) * rstd
 
 

@@ -24,29 +24,44 @@ class Balance:
     contributed: Tensor
     expected: Tensor
     scale: Tensor
+    #: ‖G ∘ v‖, what rounding of single entries, each by itself, is relative to.
+    entrywise: Tensor
 
 
 #: Rounding allowed, in units of machine precision times ‖G‖‖v‖.
 TOLERANCE = 64.0
+#: The same for gradients of less than single precision, times ‖G ∘ v‖; and which part of a parameter's sum, and of the largest sum
+#: of all parameters, may be lost beside it. ‖G‖‖v‖ is so much more than the sum itself that 64 roundings of bfloat16 would hide it.
+COARSE, COARSE_PART, SMALL_PART = 64.0, 0.1, 0.02
 
 
-def inner(gradient: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ⟨G, v_k⟩ and ‖G‖‖v_k‖, in double precision."""
-    flat, directions = gradient.detach().reshape(-1), v.reshape(v.shape[0], -1)
-    products = directions @ flat.to(directions.dtype)
-    scale = torch.linalg.vector_norm(flat) * torch.linalg.vector_norm(directions, dim=1)
-    return products.double(), scale.double()
+def inner(gradient: Tensor, v: Tensor) -> Tensor:
+    """Return ⟨G, v_k⟩, ``[k]``, in double precision."""
+    directions = v.reshape(v.shape[0], -1)
+    return (directions @ gradient.detach().reshape(-1).to(directions.dtype)).double()
+
+
+def _sides(found: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take apart what :func:`products_with` put together."""
+    products, (whole,), squares, entrywise = found.split([k, 1, k, k])
+    return products, (whole * squares).sqrt(), entrywise.sqrt()
 
 
 def products_with(gradient: Tensor, v: Tensor) -> Tensor:
-    """Return ⟨G, v_k⟩, ‖G‖² and ‖v_k‖², ``[k + 1 + k]``, in double precision on the host: sums over entries."""
+    """Return ⟨G, v_k⟩, ‖G‖², ‖v_k‖² and ‖G ∘ v_k‖², ``[k + 1 + k + k]``, in double precision on the host: sums over entries."""
     flat, directions = gradient.detach().reshape(-1), v.reshape(v.shape[0], -1)
-    products = directions @ flat.to(directions.dtype)
+    used = flat.to(directions.dtype)
     squares = [
         torch.linalg.vector_norm(flat).double().square().view(1),
         torch.linalg.vector_norm(directions, dim=1).double().square(),
+        torch.stack([torch.linalg.vector_norm(used * d) for d in directions]).double().square(),
     ]
-    return torch.cat([products.double(), *squares]).cpu()
+    return torch.cat([(directions @ used).double(), *squares]).cpu()
+
+
+def balance_of(s: Scored, contributed: Tensor, found: Tensor) -> Balance:
+    """Return a parameter's balance from what :func:`products_with` found."""
+    return Balance(s, contributed, *_sides(found, len(contributed)))
 
 
 def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
@@ -60,6 +75,11 @@ def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
 USUAL_CAUSES = (
     "Usual causes: a penalty on the weights written into the loss (use the optimizer's weight_decay), a weight "
     "multiplied outside its module (call the module), or .grad changed between two microbatches."
+)
+#: What may be behind it where gradients are coarse.
+ROUNDED = (
+    " In bfloat16 and float16 the gradient itself may have lost a part, too: sums over many positions stop growing (embeddings, "
+    "norms and biases on CPUs). Keep the weights in float32 and take autocast."
 )
 SECOND_ORDER = (
     "A backward with create_graph=True was itself differentiated (a gradient penalty?): part of the gradient then flows through "
@@ -79,6 +99,10 @@ def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any,
     scale = torch.stack([b.scale.max() for b in balances]).cpu()
     # The floor: a gradient that cancels to rounding noise (key biases in attention) has a scale that is noise too.
     allowed = TOLERANCE * eps * ((n**0.5) * scale + 1e-3 * scale.max())
+    sums = torch.stack([b.expected.abs().max() for b in balances]).cpu().double()
+    entrywise = torch.stack([b.entrywise.max() for b in balances]).cpu().double()
+    rounded = torch.maximum(COARSE * eps * entrywise + COARSE_PART * sums, SMALL_PART * sums.max())
+    allowed = torch.where(eps > 1e-5, torch.minimum(allowed, rounded), allowed)
     bad = torch.nonzero(~(off <= allowed) & torch.isfinite(scale)).flatten().tolist()
     if bad:
         lines = [
@@ -87,6 +111,7 @@ def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any,
             for i in bad[:8]
         ]
         more = f"\n  and {len(bad) - 8} more" if len(bad) > 8 else ""
+        causes = causes + (ROUNDED if bool((eps[bad] > 1e-5).all()) else "")
         raise ConservationError(
             f"at step {step} some gradient flows through no sample's rows:\n" + "\n".join(lines) + more + "\n" + causes
         )

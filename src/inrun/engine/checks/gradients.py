@@ -133,7 +133,7 @@ class GradientWatch:
         self._arrived: list[Seen] = []
         #: Hooks of others may change gradients on their way to ``.grad``, where nothing is seen of it.
         self.hooked = foreign_gradient_hooks(self.names, ours=1)
-        self._handles = [p.register_hook(self._before_arrival(p)) for p in self.names if p.grad is not None]
+        self._handles = [p.register_hook(self._before_arrival(p)) for p in self.names if p.grad is not None and p.requires_grad]
 
     def _before_arrival(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
         """Note what is in ``.grad`` when the step's first gradient comes to be added to it."""

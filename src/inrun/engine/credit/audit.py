@@ -1,8 +1,8 @@
-"""The sketch's own audit: the samples' sketches must add up to the sketch of what the optimizers remember.
+"""The audit of whole credit: what the samples pushed must add up to what the optimizers remember, at every step.
 
-By linearity S q_t = Σ_s κ_{t,s} c_s Σ_n S g_n + decay + inherited. The right side is followed step by step, like the optimizer's
-own memory; a wrong β or clip factor, a step that was counted but did not happen, an optimizer that was reset or a window that was
-lost show at once, before anything is spread.
+With sketches it is a sketch of both that is compared. By linearity S q_t = Σ_s κ_{t,s} c_s Σ_n S g_n + decay + inherited. The right
+side is followed step by step, like the optimizer's own memory; a wrong β or clip factor, a step that was counted but did not
+happen, an optimizer that was reset or a window that was lost show at once, before anything is spread.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from inrun.engine.checks.conservation import USUAL_CAUSES
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
-from inrun.engine.credit.move import WholeMove
+from inrun.engine.credit.move import ParameterMove, WholeMove
 from inrun.engine.credit.sketch_store import SketchEntry, SketchStore
 from inrun.engine.credit.sketcher import Sketcher
 from inrun.engine.processes import Processes
+from inrun.engine.sites import Scored
 from inrun.errors import ConservationError, CreditError
 
 #: How far both sides may differ, relative to the larger: rounding, in single precision, and where gradients were coarser.
@@ -27,6 +28,9 @@ TOLERANCE, COARSE = 5e-3, 5e-2
 
 class SketchAudit:
     """Follows what the optimizers remember of the samples, in sketches."""
+
+    #: What is compared, for the message.
+    kind = "sketches"
 
     def __init__(self, sketcher: Sketcher) -> None:
         """Nothing is remembered yet."""
@@ -61,10 +65,15 @@ class SketchAudit:
         """Return the sketch of a whole tensor, ``[buckets]``."""
         return self.sketcher.folded(index, self.sketcher.sums(index, x.unsqueeze(0)), weights[index])[0].double().cpu()
 
+    def pushed(self, index: int, m: ParameterMove, entry: Any) -> Tensor:
+        """Return what the samples of the coming step push, before the factor of their gradients."""
+        found: Tensor = entry.entering[index]
+        return found
+
     def check(
         self,
         move: WholeMove,
-        entry: SketchEntry,
+        entry: Any,
         weights: list[Tensor],
         decays: Mapping[int, Tensor],
         inherited: Mapping[int, tuple[Tensor, float]],
@@ -76,12 +85,11 @@ class SketchAudit:
         Raises:
             CreditError: They differ by more than rounding.
         """
-        entering = entry.entering
         off = size = 0.0
         worst: tuple[float, str] = (0.0, "")
         for i, m in move.moves.items():
             r = m.recall
-            mine = self.remembered[i] * (r.keep * r.read) + entering[i] * (m.factor * r.own)
+            mine = self.remembered[i] * (r.keep * r.read) + self.pushed(i, m, entry) * (m.factor * r.own)
             real = self.of(i, m.realised.q, weights)
             if i in decays:
                 through = decays[i] * r.read
@@ -97,18 +105,17 @@ class SketchAudit:
         relative = (off / size) ** 0.5 if size > 0 else 0.0
         if not relative <= (COARSE if coarse else TOLERANCE):
             raise CreditError(
-                f"at step {step} what the optimizer remembers is not what the samples of the open windows pushed: the sketches "
+                f"at step {step} what the optimizer remembers is not what the samples of the open windows pushed: the {self.kind} "
                 f"differ by {100 * relative:.2g} % (most at {worst[1]}). Usual causes: the optimizer's state was reset, or loaded "
                 "without the accountant's; its options were changed behind its back; gradients were changed by more than one "
                 "factor; a step was counted that did not happen. Load both states together, or take credit='step'."
             )
         return relative
 
-    def advance(self, move: WholeMove, entry: SketchEntry) -> None:
+    def advance(self, move: WholeMove, entry: Any) -> None:
         """The step happened."""
-        entering = entry.entering
         for i, m in move.moves.items():
-            self.remembered[i] = self.remembered[i] * m.recall.keep + entering[i] * (m.factor * m.recall.enter)
+            self.remembered[i] = self.remembered[i] * m.recall.keep + self.pushed(i, m, entry) * (m.factor * m.recall.enter)
 
     def rebase(
         self,
@@ -130,6 +137,41 @@ class SketchAudit:
             if i in inherited:
                 found = found - self.of(i, inherited[i][0], weights) * inherited[i][1]
             self.remembered[i] = found
+
+
+class ExactAudit(SketchAudit):
+    """The same where gradients are kept as they are: what the samples pushed is followed entry by entry, in host memory."""
+
+    kind = "gradients"
+
+    def __init__(self, scored: list[Scored]) -> None:
+        """Nothing is remembered yet."""
+        self.scored = scored
+        self.remembered: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Nothing of any sample is remembered."""
+        self.remembered = [torch.zeros(s.parameter.numel(), dtype=torch.float64) for s in self.scored]
+
+    def go_on(self, remembered: list[Tensor]) -> None:
+        """Go on from a saved state; one of an earlier version has none, and nothing is compared until scoring begins anew."""
+        self.remembered = remembered
+
+    def added_up(self, entry: ExactEntry) -> list[Tensor]:
+        """Return Σ_n g_n of a step's rows, by parameter, flat."""
+        found = [torch.zeros(s.parameter.numel(), dtype=torch.float64) for s in self.scored]
+        for i, _, shape in entry.held:
+            found[i] += shape.total().double().reshape(-1)
+        return found
+
+    def of(self, index: int, x: Tensor, weights: list[Tensor]) -> Tensor:
+        """Return the tensor itself, flat."""
+        return x.double().cpu().reshape(-1)
+
+    def pushed(self, index: int, m: ParameterMove, entry: Any) -> Tensor:
+        """Return what the samples push: their gradients, times what those of this step are multiplied by on entering."""
+        found: Tensor = entry.entering[index]
+        return found if m.realised.entry is None else found * self.of(index, m.realised.entry, [])
 
 
 def check_totals(

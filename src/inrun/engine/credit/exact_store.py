@@ -95,6 +95,8 @@ class ExactEntry:
     held: list[tuple[int, int, GradientShape]]
     #: What the step's gradient was multiplied by when it entered the optimizer's memory, by parameter.
     factors: dict[int, Tensor] = field(default_factory=dict)
+    #: Σ_n g_n by parameter, for the audit of the coming step.
+    entering: list[Tensor] = field(default_factory=list)
     _norms: Tensor | None = None
 
     def norms(self) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.credit.audit import SketchAudit, check_totals
+from inrun.engine.credit.audit import ExactAudit, SketchAudit, check_totals
 from inrun.engine.credit.direction import Direction
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
 from inrun.engine.credit.memory import REST, PushMemory
@@ -63,8 +63,11 @@ class WholeCredit:
         self.open: list[Open] = []
         self.store: ExactStore | SketchStore
         self.audit: SketchAudit | None = None
+        #: None where gradients are kept as they are and several processes would have to add theirs up whole.
+        self.exact_audit: ExactAudit | None = None
         if exact:
             self.store = ExactStore(scored)
+            self.exact_audit = None if self.processes.several else ExactAudit(scored)
         else:
             assert sketch is not None
             usual = Sketcher(scored, sketch, seed)
@@ -121,6 +124,8 @@ class WholeCredit:
                 self.inherited[i] = (held.detach().clone(), 1.0)
         if self.audit is not None and isinstance(self.store, SketchStore):
             self.audit.restart(self.store.sketcher)
+        if self.exact_audit is not None:
+            self.exact_audit.forget()
 
     # One step
 
@@ -135,6 +140,15 @@ class WholeCredit:
         if self.audit is not None:
             entry.entering = self.audit.entering(entry)
             self.processes.sum_("sketch", entry.entering)
+        elif self.exact_audit is not None:
+            entry.entering = self.exact_audit.added_up(entry)
+
+    def check_memory(self, move: WholeMove, entry: Any, decays: dict[int, Tensor], step: int, coarse: bool) -> None:
+        """Raise if what the optimizers remember is not what the samples pushed, before anything is paid."""
+        if self.audit is not None and isinstance(self.store, SketchStore):
+            self.audit.check(move, entry, self.store.weights_now, decays, self.inherited, step, coarse)
+        elif self.exact_audit is not None and self.exact_audit.remembered:
+            self.exact_audit.check(move, entry, [], decays, self.inherited, step, coarse)
 
     @torch.no_grad()
     def pay(
@@ -279,6 +293,10 @@ class WholeCredit:
         if self.audit is not None:
             assert isinstance(self.store, SketchStore)
             self.audit.advance(move, entry)
+        elif self.exact_audit is not None and self.exact_audit.remembered:
+            self.exact_audit.advance(move, entry)
+        if isinstance(entry, ExactEntry):
+            entry.entering = []  # as large as the model, and of no more use
         if payment is not None:
             paid = self.open[payment.first :]
             for o, part in zip(paid, payment.parts.split([*(len(o.credit) for o in paid), entry.n])[:-1], strict=True):

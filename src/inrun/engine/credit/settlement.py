@@ -149,7 +149,7 @@ class WholeSettlement(Settling):
             credit.decay_through(i, m, self._decays)
         if not bool(torch.isfinite(found.losses).all()):
             return found
-        self._audit(entry, bool(coarse))
+        credit.check_memory(move, entry, self._decays, self.step, bool(coarse))
         payment = credit.pay(move, self._own(found, k), entry, audited, self.step, to_all=audited, coarse=coarse)
         clip, fall = min(self.factors.measured().values()), float(payment.whole.abs().sum())
         rough = processes.agree("rough or not", self.step, self.usual.is_rough(clip, fall))
@@ -195,13 +195,6 @@ class WholeSettlement(Settling):
                 "before; under whole credit uses are paid over many steps, so that points and folds must stay the same. Take "
                 "credit='step', or a fixed number of points."
             )
-
-    def _audit(self, entry: Any, coarse: bool) -> None:
-        """The sketch's own audit, before anything is spread."""
-        credit, move = self.credit, self._move
-        if credit.audit is None or move is None or not isinstance(credit.store, SketchStore):
-            return
-        credit.audit.check(move, entry, credit.store.weights_now, self._decays, credit.inherited, self.step, coarse)
 
     @staticmethod
     def _own(found: Gradients, k: int) -> list[Tensor | None]:

@@ -52,6 +52,8 @@ def credit_state(credit: WholeCredit) -> dict[str, Any]:
         tensors |= {f"audit.{i}": x for i, x in enumerate(credit.audit.remembered)}
     else:
         plain["entries"] = [_exact_state(e, j, tensors) for j, e in enumerate(credit.store.entries)]
+        if credit.exact_audit is not None:
+            tensors |= {f"audit.{i}": x for i, x in enumerate(credit.exact_audit.remembered)}
     return {"plain": plain, "tensors": {name: x.detach().cpu() for name, x in tensors.items()}}
 
 
@@ -129,6 +131,8 @@ def load_credit_state(credit: WholeCredit, state: dict[str, Any]) -> None:
         _load_sketches(credit, credit.store, plain, tensors)
     else:
         credit.store.entries = [_load_exact(e, j, tensors) for j, e in enumerate(plain["entries"])]
+        if credit.exact_audit is not None:
+            credit.exact_audit.go_on(_audited(tensors))
 
 
 def _numbered(tensors: dict[str, Tensor], prefix: str) -> list[tuple[str, int]]:
@@ -170,7 +174,12 @@ def _load_sketches(credit: WholeCredit, store: SketchStore, plain: dict[str, Any
         {i: _like(credit, i, tensors[f"known.{i}"]) for i in plain["known"]},
     )
     assert credit.audit is not None
-    credit.audit.restore(store.sketcher, [x for _, x in sorted((i, tensors[name]) for name, i in _numbered(tensors, "audit."))])
+    credit.audit.restore(store.sketcher, _audited(tensors))
+
+
+def _audited(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Return what the audit follows, by parameter."""
+    return [tensors[name] for name, _ in sorted(_numbered(tensors, "audit."), key=lambda pair: pair[1])]
 
 
 def _load_exact(e: dict[str, Any], j: int, tensors: dict[str, Tensor]) -> ExactEntry:
