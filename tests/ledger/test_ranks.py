@@ -145,7 +145,7 @@ class Job:
         self.children[rank].join()
         self.meeting.over.value = 1
         for child in self.children:
-            child.join(PATIENCE)
+            child.join(2 * PATIENCE)  # a rank that waits for rank 0 to open the books does so for as long as PATIENCE
         assert not any(child.is_alive() for child in self.children)
         return self.children[rank].exitcode != 0
 

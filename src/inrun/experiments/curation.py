@@ -101,7 +101,7 @@ SIZES = {
     # Half an hour of one core.
     "full": CurationConfig(
         (
-            Study("GPT-2-like, prose wanted", TextRun(steps=300), arms=_WITHOUT_SECOND, repeats=3),
+            Study("GPT-2-like, prose wanted", TextRun(steps=300), repeats=3),
             replace(_NEOX, run=TextRun(steps=300, model="gpt_neox")),
         ),
         CorpusConfig(1500, 64, 256, 16, 32),
