@@ -159,8 +159,10 @@ def mean_and_std(values: list[float]) -> tuple[float, float]:
 
 
 def shown_mean(values: list[float] | None) -> str | None:
-    """Return "mean (standard deviation)", as the paper has it."""
-    return None if not values else "{:.3f} ({:.3f})".format(*mean_and_std(values))
+    """Return "mean (standard deviation)", as the paper has it; of one value that value."""
+    if not values:
+        return None
+    return f"{values[0]:.3f}" if len(values) == 1 else "{:.3f} ({:.3f})".format(*mean_and_std(values))
 
 
 def methods_of(found: dict[str, dict[str, Any]]) -> list[str]:
