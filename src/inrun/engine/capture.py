@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from inrun.engine.checks.documents import DocumentCheck
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.rows import RowCheck
+from inrun.engine.guards import LookGuard
 from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.processes import Processes
-from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
+from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
@@ -58,7 +59,7 @@ class Capture:
         self.documents = DocumentCheck(self._run_recorded, check_rows)
         #: What compiled code finds on its modules.
         self.plan = Plan(sites, form, self.rows)
-        self._guard = BufferGuard(model)
+        self._guard = LookGuard(model, parameters=not processes.sharded)
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
         self._recorder: Recorder | CallRecorder | None = None

@@ -13,8 +13,9 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.engine.fold import Folds
+from inrun.engine.guards import BufferGuard
 from inrun.engine.processes import Meeting, Processes
-from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
+from inrun.engine.quiet import devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
 from inrun.engine.sharded import backward_beside, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
@@ -141,7 +142,7 @@ class Validation:
             raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
         self.model, self.called, self.mode, self.processes = model, called, mode, processes
         self.callables = {name: (fn, _wants_step(fn)) for name, fn in named.items()}
-        self.guard = BufferGuard(model)
+        self.guard = BufferGuard(model, always=mode == "train")
         self._stacks: dict[int, Tensor] = {}
 
     @property
