@@ -424,6 +424,26 @@ def test_what_a_module_without_a_rule_leaves_is_put_back(credit: str, caplog: py
     assert "no rule for" in caplog.text
 
 
+class TiedTable(nn.Module):
+    """A module without a rule that only registers a child's weight, and counts its calls: a look runs it on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, 3)
+        self.weight, self.scale, self.times = self.inner.weight, nn.Parameter(torch.ones(3)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        return torch.special.erfinv(torch.tanh(self.inner(x) * self.scale) * 0.5)
+
+
+@pytest.mark.parametrize("check_rows", [True, False])
+def test_a_module_that_is_run_to_see_what_it_uses_leaves_nothing(check_rows: bool) -> None:
+    made: list[TiedTable] = []
+    weights(lambda: nn.Sequential(made.append(TiedTable()) or made[0], nn.Tanh()), True, check_rows=check_rows, steps=5)
+    assert made[0].times == 5
+
+
 def test_what_begins_late_is_put_back_from_the_next_full_pass_on() -> None:
     """Validation passes hold everything at some steps; from what was seen to change there on, that at all of them."""
     model = Queue([])

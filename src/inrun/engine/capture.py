@@ -158,7 +158,9 @@ class Capture:
         assert micro is not None
         if self._depth == 0:
             began = time.perf_counter()
-            with self._in_step((args, kwargs)), self._explained((args, kwargs)):
+            # Held around all of it, too: a look may run modules without a rule on their own.
+            held = self._replayed_state.hold(step=self._occasion.step)
+            with self._in_step((args, kwargs)), self._explained((args, kwargs)), held:
                 self._look_before((args, kwargs), micro)
             self._given = Given((args, kwargs))
             self._occasion.spend(time.perf_counter() - began)
