@@ -413,7 +413,7 @@ def test_what_helps_with_clipping_by_groups_is_said_and_helps() -> None:
             optimizer.step()
 
     with inrun.Accountant(model, optimizer, validation(), method="first", update="secant") as accountant:
-        with pytest.raises(OptimizerError, match=r'method="midpoint" with credit="step" and update="secant"'):
+        with pytest.raises(OptimizerError, match=r'take credit="step" with method="midpoint" and update="secant"'):
             step(accountant)
     optimizer.zero_grad()
     with inrun.Accountant(model, optimizer, validation(), method="midpoint", credit="step", update="secant") as accountant:

@@ -315,7 +315,7 @@ class GradientWatch:
                     "global norm."
                     if self.processes.several
                     else "Value clipping and per-group clipping cannot be scored with a direction made before the backward, nor by "
-                    'whole credit: take method="midpoint" with credit="step" and update="secant", which wait for the gradients '
+                    'whole credit: take credit="step" with method="midpoint" and update="secant", which wait for the gradients '
                     "that the optimizer uses, or clip by the global norm. Noise that is added is no sample's share."
                 )
             )
