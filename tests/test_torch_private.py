@@ -70,6 +70,16 @@ def test_hooks_of_others_are_seen() -> None:
     assert torch_private.foreign_gradient_hooks([w], ours=1)
 
 
+def test_hooks_around_a_forward_are_found() -> None:
+    """Breaks: what hooks collect in an extra forward would stay collected, and losses made of it would change."""
+    module = nn.Linear(2, 2)
+    assert not list(torch_private.forward_hooks(module))
+    hooks = [lambda *_: None, lambda *_: None]
+    module.register_forward_hook(hooks[1])
+    module.register_forward_pre_hook(hooks[0])
+    assert list(torch_private.forward_hooks(module)) == hooks
+
+
 def test_a_step_hook_can_go_last() -> None:
     """Breaks: clipping by a hook that was registered after ours would not be in the scores."""
     order: list[str] = []

@@ -29,6 +29,7 @@ __all__ = [
     "default_store",
     "flatten_tree",
     "foreign_gradient_hooks",
+    "forward_hooks",
     "fsdp_groups",
     "fsdp_parameters",
     "held_parameters",
@@ -134,6 +135,12 @@ def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
 def foreign_gradient_hooks(parameters: Iterable[nn.Parameter], ours: int) -> bool:
     """Whether gradients of these parameters may be changed by hooks of others; ``ours`` hooks after accumulation are ours."""
     return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > ours for p in parameters)  # type: ignore[attr-defined]
+
+
+def forward_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield what runs before and after a module's forward."""
+    yield from module._forward_pre_hooks.values()
+    yield from module._forward_hooks.values()
 
 
 def move_last(optimizer: torch.optim.Optimizer, handle: Any) -> None:

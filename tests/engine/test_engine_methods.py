@@ -401,6 +401,26 @@ def test_streaming_still_refuses_value_clipping_and_noise_is_refused_always() ->
             optimizer.step()
 
 
+def test_what_helps_with_clipping_by_groups_is_said_and_helps() -> None:
+    """SGD's direction is known before the backward, with update="secant" too: another method waits for the gradient."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(accountant: inrun.Accountant) -> None:
+        with accountant.step(range(4)):
+            next_token_loss(model, batch(4, 1)).backward()
+            torch.nn.utils.clip_grad_norm_(next(iter(model.parameters())), 1e-3)
+            optimizer.step()
+
+    with inrun.Accountant(model, optimizer, validation(), method="first", update="secant") as accountant:
+        with pytest.raises(OptimizerError, match=r'take credit="step" with method="midpoint" and update="secant"'):
+            step(accountant)
+    optimizer.zero_grad()
+    with inrun.Accountant(model, optimizer, validation(), method="midpoint", credit="step", update="secant") as accountant:
+        step(accountant)
+        assert accountant.last.contributions["validation"].shape == (4,)
+
+
 def test_memory_is_told_and_limited(caplog) -> None:
     model = tiny(dtype=torch.float32)
     optimizer = OPTIMIZERS["adamw"](model.parameters())

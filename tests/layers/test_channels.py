@@ -45,3 +45,18 @@ def test_batch_norm_gives_shares_of_rows(caplog: pytest.LogCaptureFixture) -> No
     expected = sum(lr * (share * v).sum(1) for share, v in zip(shares, directions, strict=True))
     assert relative_error(accountant.last.contributions["validation"], expected) < 1e-9
     assert {row.rule for row in accountant.coverage if row.parameter.startswith("1.")} == {"batch norm"}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "whole", "told"),
+    [(False, False, "in training mode (1)"), (True, False, ""), (False, True, "that is put into training mode (1)")],
+)
+def test_batch_norm_is_told_of_where_it_couples(frozen: bool, whole: bool, told: str, caplog) -> None:
+    """Frozen statistics couple nothing; a model that is in eval mode as a whole may not stay in it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.train(not whole)
+    model[1].train(not whole and not frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inrun.Accountant(model, optimizer, lambda m: m(torch.ones(2, 3)).mean()).close()
+    assert ("batch norm" in caplog.text) is bool(told)
+    assert told in caplog.text

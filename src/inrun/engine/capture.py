@@ -18,12 +18,16 @@ from torch import Tensor, nn
 
 from inrun.engine.checks.documents import DocumentCheck
 from inrun.engine.checks.recorder import Recorder
+from inrun.engine.checks.repeats import explained
 from inrun.engine.checks.rows import RowCheck
+from inrun.engine.given import Given
+from inrun.engine.guards import LookGuard
 from inrun.engine.merged import MergedMicrobatch
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.processes import Processes
-from inrun.engine.quiet import Arguments, BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly
+from inrun.engine.python_state import PythonState
+from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
@@ -58,7 +62,8 @@ class Capture:
         self.documents = DocumentCheck(self._run_recorded, check_rows)
         #: What compiled code finds on its modules.
         self.plan = Plan(sites, form, self.rows)
-        self._guard = BufferGuard(model)
+        self._state, self._replayed_state = PythonState(model), PythonState(model)
+        self._guard = LookGuard(model, parameters=not processes.sharded)
         self._micro: Microbatch | None = None
         self._occasion = Occasion(0, audited=False)
         self._recorder: Recorder | CallRecorder | None = None
@@ -78,6 +83,9 @@ class Capture:
         self._inside: Site | None = None
         #: How many forwards of the model are running, one inside the other.
         self._depth = 0
+        #: What the one that runs was given, and what the one that has ended and is looked at was.
+        self._given: Given | None = None
+        self._ended: Given | None = None
         #: While not None: the modules that are called, and whether with gradient.
         self._noted: dict[Site, bool] | None = None
         #: Whether parts of the model are compiled, so that the calls of a forward are prepared before it.
@@ -119,6 +127,12 @@ class Capture:
             board.on, board.observing = shown
 
     @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
+        with self.paused(), self._replayed_state.hold(step=self._occasion.step):
+            yield
+
+    @contextlib.contextmanager
     def noting_calls(self) -> Iterator[dict[Site, bool]]:
         """Note which observed modules are called in the block, and whether with gradient; they run unobserved."""
         before, self._noted = self._noted, {}
@@ -144,8 +158,11 @@ class Capture:
         assert micro is not None
         if self._depth == 0:
             began = time.perf_counter()
-            with self._in_step((args, kwargs)):
+            # Held around all of it, too: a look may run modules without a rule on their own.
+            held = self._replayed_state.hold(step=self._occasion.step)
+            with self._in_step((args, kwargs)), self._explained((args, kwargs)), held:
                 self._look_before((args, kwargs), micro)
+            self._given = Given((args, kwargs))
             self._occasion.spend(time.perf_counter() - began)
             if compiled or self._compiled:
                 if micro.documents is not None:
@@ -168,15 +185,33 @@ class Capture:
     def end_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], failed: bool) -> bool:
         """Look at what an observed call has shown; tell whether the outermost one has ended."""
         self._depth -= 1
-        if self._depth or failed:
+        if self._depth:
+            return False
+        given, self._given = self._given, None
+        if failed:
             return False
         self.check_compiled()
-        if self._micro is not None:
-            with self._in_step((args, kwargs)):
-                self.rows.after_forward((args, kwargs), self._micro.rows)
-                if self._micro.documents is not None:
-                    self.documents.after_forward((args, kwargs), self._micro.documents)
+        if self._micro is not None and given is not None:
+            self._ended = given
+            try:
+                with self._in_step(given.arguments), self._explained(given.arguments):
+                    self.rows.after_forward(given.arguments, self._micro.rows)
+                    if self._micro.documents is not None:
+                        self.documents.after_forward(given.arguments, self._micro.documents)
+            finally:
+                self._ended = None
         return True
+
+    @contextlib.contextmanager
+    def _explained(self, arguments: Arguments) -> Iterator[None]:
+        """Where rows cannot be told apart, see whether that is the forward's own doing."""
+        try:
+            yield
+        except RowOwnershipError as problem:
+            found = explained(problem, arguments, self._run_recorded)
+            if found is problem:
+                raise
+            raise found from problem
 
     @contextlib.contextmanager
     def _in_step(self, arguments: Arguments) -> Iterator[None]:
@@ -204,6 +239,8 @@ class Capture:
 
     def _run_recorded(self, arguments: Arguments, recorder: Recorder | CallRecorder) -> Any:
         """Run the model without gradient or trace, when all processes that must do."""
+        if self._ended is not None:
+            self._ended.check()
         if self.processes.sharded:
             self.processes.agree("a look at the rows", self._occasion.step, True)
         return self._run_once(arguments, recorder)
@@ -218,6 +255,7 @@ class Capture:
                 forked_random(None, devices_of(self.model)),
                 modes(self.model, None, batch_norm_eval=True),
                 self._guard.hold(),
+                self._state.hold(arguments),
                 without_attention_fast_path(),
                 no_reentry(),
             ):

@@ -1,4 +1,7 @@
-"""Extra forward passes that leave no trace: random state, buffers, train/eval flags and ``.grad`` stay as they were."""
+"""Extra forward passes that leave no trace: random state, train/eval flags and ``.grad`` stay as they were.
+
+Tensors that a forward writes to are the business of ``guards.py``, what it leaves in Python that of ``python_state.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import checkpoint as checkpointing
 
-from inrun.errors import ValidationError
-from inrun.torch_private import buffers_written_silently, own_buffers, own_children, version_of
+from inrun.torch_private import buffers_written_silently, own_children
 
 
 @contextlib.contextmanager
@@ -76,59 +78,6 @@ def _set_training(module: nn.Module, flag: bool) -> None:
         held["training"] = flag
     else:
         module.training = flag
-
-
-class BufferGuard:
-    """Puts back buffers that an extra forward pass writes to.
-
-    All buffers are copied around the first pass of every constellation of train and eval modes; it shows which ones are
-    written. A buffer that is first written in a later pass is an error, since its old content is gone. Contents are
-    compared, since batch norm's kernel does not count its writes.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Watch the buffers of ``model``."""
-        self.model = model
-        #: By constellation: the buffers, as places of their modules in the tree and names there.
-        self.written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Restore what is written to in the block."""
-        modules = modules_of(self.model)
-        buffers = {(i, k): b for i, m in enumerate(modules) for k, b in own_buffers(m).items() if b is not None}
-        flags = tuple(m.training for m in modules)
-        written = self.written.get(flags)
-        copied = buffers if written is None else {k: v for k, v in buffers.items() if k in written}
-        copies = {name: b.detach().clone() for name, b in copied.items()}
-        versions = {name: version_of(b) for name, b in buffers.items()}
-        finished = False
-        try:
-            yield
-            finished = True
-        finally:
-            after = {(i, k): own_buffers(modules[i]).get(k) for i, k in buffers}
-            changed = {n for n, b in buffers.items() if version_of(b) != versions[n] or after[n] is not b}
-            if written is None:
-                changed |= {name for name, copy in copies.items() if not torch.equal(buffers[name], copy)}
-            for name in copies if written is not None else changed & set(copies):
-                _put_back(modules[name[0]], name[1], buffers[name], copies[name])
-            if finished or written is not None:  # a pass that was broken off has not shown all
-                self.written[flags] = changed | (written or set())
-            lost = changed - set(copies)
-            if lost:
-                names = {m: name for name, m in self.model.named_modules()}
-                told = sorted(f"{names[modules[i]]}.{k}".lstrip(".") for i, k in lost)
-                raise ValidationError(
-                    f"the extra forward pass wrote to buffers {told} that it had not written to before; "
-                    "make the model's forward free of side effects in eval mode"
-                )
-
-
-def _put_back(owner: nn.Module, name: str, buffer: Tensor, copy: Tensor) -> None:
-    with torch.no_grad():
-        buffer.copy_(copy)
-    setattr(owner, name, buffer)
 
 
 class _NotReentrant:

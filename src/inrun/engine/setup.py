@@ -151,12 +151,15 @@ class Setup:
         slow = [site.title for site in self.sites if site.rule.replays]
         if slow:
             log.warning("inrun: no rule for %s; each runs its forward once more per backward (see coverage)", ", ".join(slow))
-        coupled = [n for n, m in self.model.named_modules() if buffers_written_silently(m)]
+        # One whose statistics are frozen couples nothing; a model that is in eval mode as a whole may be put into training mode.
+        norms = [(n, m) for n, m in self.model.named_modules() if buffers_written_silently(m)]
+        coupled = [n for n, m in norms if m.training or m.running_mean is None or not self.model.training]
         if coupled:
             log.warning(
-                "inrun: batch norm in training mode (%s) couples the rows of a batch: a sample's contribution is what flows "
+                "inrun: batch norm %s (%s) couples the rows of a batch: a sample's contribution is what flows "
                 "through its own rows, and its effect on the others' statistics is not told apart. Ways out: eval mode, "
                 "GroupNorm.",
+                "in training mode" if self.model.training else "that is put into training mode",
                 ", ".join(coupled),
             )
 

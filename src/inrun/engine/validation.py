@@ -13,8 +13,10 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 from inrun.engine.fold import Folds
+from inrun.engine.guards import BufferGuard
 from inrun.engine.processes import Meeting, Processes
-from inrun.engine.quiet import BufferGuard, devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
+from inrun.engine.python_state import PythonState
+from inrun.engine.quiet import devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
 from inrun.engine.sharded import backward_beside, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
@@ -141,7 +143,8 @@ class Validation:
             raise ConfigurationError(f'validation_mode is {mode!r}; accepted are "eval" and "train"')
         self.model, self.called, self.mode, self.processes = model, called, mode, processes
         self.callables = {name: (fn, _wants_step(fn)) for name, fn in named.items()}
-        self.guard = BufferGuard(model)
+        self.guard = BufferGuard(model, always=mode == "train")
+        self.state = PythonState(model)
         self._stacks: dict[int, Tensor] = {}
 
     @property
@@ -181,8 +184,14 @@ class Validation:
             self._afresh(),
             forked_random(seed_of(step, salt), devices_of(self.model)),
             modes(self.model, None if self.mode == "train" else False),
-            self.guard.hold(),
+            self._hold(step),
         )
+
+    @contextlib.contextmanager
+    def _hold(self, step: int) -> Iterator[None]:
+        """Take back what a pass leaves in the model's tensors, and in Python; in train mode forwards leave more."""
+        with self.guard.hold(), self.state.hold(step=None if self.mode == "train" else step):
+            yield
 
     @contextlib.contextmanager
     def _afresh(self) -> Iterator[None]:

@@ -77,15 +77,27 @@ class RecordedCall:
         self.autocast = (torch.is_autocast_enabled(self.device_type), torch.get_autocast_dtype(self.device_type))
         self.watched = [*(x for x in self.leaves if isinstance(x, Tensor)), *module.parameters()]
         self.versions = [version_of(x) for x in self.watched]
+        #: Which of them the call itself wrote to.
+        self.overwritten: list[str] = []
 
     def note_written(self) -> None:
-        """After the call: keep copies of those buffers only that it wrote to."""
+        """After the call: keep copies of those buffers only that it wrote to; note what else it wrote to."""
         written = {k for k, b in self.module.named_buffers() if self.buffer_versions.get(k) != version_of(b)}
         self.rule.note_written(self.training, written)
         self.buffers = {k: b for k, b in self.buffers.items() if k in written}
+        if self.versions != [version_of(x) for x in self.watched]:
+            names = [*("its input" for x in self.leaves if isinstance(x, Tensor)), *(k for k, _ in self.module.named_parameters())]
+            moved = [version_of(x) != before for x, before in zip(self.watched, self.versions, strict=True)]
+            self.overwritten = sorted({name for name, m in zip(names, moved, strict=True) if m})
 
     def check(self) -> None:
-        """Raise if an argument or a weight was overwritten since the call: a replay would be another function."""
+        """Raise if an argument or a weight was overwritten in the call or since: a replay would be another function."""
+        if self.overwritten:
+            raise StepError(
+                f"{type(self.module).__name__} has no rule and must run again, but its forward writes to "
+                f"{', '.join(self.overwritten)} itself, so that it would be another function: write to a copy of an input, and "
+                "change weights (clamp_, renormalisation, max_norm) behind optimizer.step() instead of in the forward"
+            )
         if self.versions != [version_of(x) for x in self.watched]:
             raise StepError(
                 f"{type(self.module).__name__} has no rule and must run again, but its input or its weights were changed in place "

@@ -96,8 +96,31 @@ def _back(
     return cells.backward(kind, trace, w, reverse, mask, b, dh, dc)
 
 
-def run_layers(net: Network, x: Tensor, h: Tensor, c: Tensor | None, mask: Tensor | None, weights: list[cells.Weights]) -> Run:
-    """Run all layers on ``x`` ``[t, n, i]`` from states ``[layers · directions, n, h]``."""
+def packed_places(packed: PackedSequence, n: int) -> Tensor:
+    """Return where the rows of packed data lie in a padded batch ``[t · n]`` in the order of the samples."""
+    order = torch.arange(n) if packed.sorted_indices is None else packed.sorted_indices.cpu()
+    return torch.cat([t * n + order[:size] for t, size in enumerate(packed.batch_sizes.tolist())]).to(packed.data.device)
+
+
+def _noise(x: Tensor, p: float, places: Tensor | None) -> Tensor:
+    """Draw what dropout multiplies ``x`` ``[t, n, h]`` with; of packed sequences for the packed rows, as the framework does."""
+    if places is None:
+        return F.dropout(torch.ones_like(x), p)
+    flat = x.new_zeros(x.shape[0] * x.shape[1], x.shape[2])
+    flat[places] = F.dropout(x.new_ones(len(places), x.shape[2]), p)
+    return flat.view(x.shape)
+
+
+def run_layers(
+    net: Network,
+    x: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    mask: Tensor | None,
+    weights: list[cells.Weights],
+    places: Tensor | None = None,
+) -> Run:
+    """Run all layers on ``x`` ``[t, n, i]`` from states ``[layers · directions, n, h]``; ``places`` are those of packed rows."""
     traces, hs, cs, noise = [], [], [], []
     for layer in range(net.layers):
         outs = []
@@ -111,7 +134,7 @@ def run_layers(net: Network, x: Tensor, h: Tensor, c: Tensor | None, mask: Tenso
             cs.append(cell)
         x = torch.cat(outs, 2) if len(outs) > 1 else outs[0]
         if net.dropout and layer < net.layers - 1:
-            noise.append(F.dropout(torch.ones_like(x), net.dropout))
+            noise.append(_noise(x, net.dropout, places))
             x = x * noise[-1]
     return Run(x, torch.stack(hs), None if c is None else torch.stack(cs), traces, noise)  # type: ignore[arg-type]
 
@@ -173,7 +196,13 @@ class Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, buffers: dict[str, Tensor], taken: int, mask: Tensor | None, *tensors: Any
+        ctx: Any,
+        call: Call,
+        buffers: dict[str, Tensor],
+        taken: int,
+        mask: Tensor | None,
+        places: Tensor | None,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         """Run it, or take ``taken`` outputs that the framework made: the backward then runs it once more.
 
@@ -185,7 +214,7 @@ class Recurrent(torch.autograd.Function):
         count = taken + 3 + len(net.names())
         given, asked = tensors[taken + 3 : count], tensors[count:]
         ctx.call, ctx.buffers, ctx.taken, ctx.directions = call, buffers, taken, call.given(asked)
-        ctx.run = None if taken else run_layers(net, x, h, c, mask, net.weights(given))
+        ctx.run = None if taken else run_layers(net, x, h, c, mask, net.weights(given), places)
         ctx.save_for_backward(x, h, c, mask, *given)
         ctx.set_materialize_grads(False)
         if taken:
@@ -204,14 +233,14 @@ class Recurrent(torch.autograd.Function):
         with unrounded(x):
             done = ctx.run if ctx.run is not None else run_layers(net, x, h, c, mask, weights)
             b, dh, dc, shapes = go_back(net, done, mask, weights, (*grads, None)[:3])
-            needs = dict(zip(net.names(), ctx.needs_input_grad[7 + ctx.taken :], strict=False))
+            needs = dict(zip(net.names(), ctx.needs_input_grad[8 + ctx.taken :], strict=False))
             wanted = {name: shapes[name] for name, need in needs.items() if need or name in call.asked_names}
             totals, leaving = gradients_for_probes(call, wanted, ctx.directions, buffers, want_totals=not ctx.taken)
         unasked = [None] * len(ctx.directions)
         if ctx.taken:
-            return (None, None, None, None, *grads, None, None, None, *([None] * len(given)), *unasked, *leaving)
+            return (None, None, None, None, None, *grads, None, None, None, *([None] * len(given)), *unasked, *leaving)
         own = [totals[name].to(p.dtype) if needs[name] else None for name, p in zip(net.names(), given, strict=True)]
-        return (None, None, None, None, b, dh, dc, *own, *unasked, *leaving)
+        return (None, None, None, None, None, b, dh, dc, *own, *unasked, *leaving)
 
 
 @register(nn.LSTM, nn.GRU, nn.RNN)
@@ -315,7 +344,10 @@ class RecurrentRule(LayerRule):
                 )
             outs = self.flat_outputs(module, args, kwargs, made)
             given = [None if z is None else z.detach() for z in given]
-        found = Recurrent.apply(call, buffers, len(outs), mask, *outs, *given, *asked)
+        packed, _ = self._given(module, args, kwargs)
+        drops = call.constants.dropout and isinstance(packed, PackedSequence)
+        places = packed_places(packed, x.shape[1]) if drops else None
+        found = Recurrent.apply(call, buffers, len(outs), mask, places, *outs, *given, *asked)
         return self.outputs(module, args, kwargs, found)
 
     def kept_as(

@@ -314,8 +314,9 @@ class GradientWatch:
                     "With several processes nothing else can be scored, since none has the gradients of all samples; clip by the "
                     "global norm."
                     if self.processes.several
-                    else "Value clipping, per-group clipping and gradient noise cannot be scored with a direction made before the "
-                    'backward, nor by whole credit; take credit="step" with update="secant", or clip by the global norm.'
+                    else "Value clipping and per-group clipping cannot be scored with a direction made before the backward, nor by "
+                    'whole credit: take credit="step" with method="midpoint" and update="secant", which wait for the gradients '
+                    "that the optimizer uses, or clip by the global norm. Noise that is added is no sample's share."
                 )
             )
         return c

@@ -34,7 +34,7 @@ class StepGame(Game):
         self.directions = kind(scene.path, setup.optimizers, setup.timing, self.run.history, keep_raw)
         self.asks = self.directions
         self.factors = Factors(setup, scene.watch, self.directions)
-        self.settlement = Settlement(setup, self.directions, self.factors, scene.number, self.run.capture.paused)
+        self.settlement = Settlement(setup, self.directions, self.factors, scene.number, self.run.capture.replaying)
 
     def _take_gradients_before(self) -> None:
         """Before the backward: take validation gradients (or reuse them) and make the directions that are known by now."""

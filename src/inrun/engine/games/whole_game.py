@@ -31,7 +31,7 @@ class WholeGame(Game):
         self.credit, self.columns = credit, credit.columns
         self.asks = WholeDirections(credit, setup)
         self.factors = Factors(setup, scene.watch, self.asks)
-        self.settlement = WholeSettlement(setup, credit, run.usual, scene.path, self.factors, scene.number, run.capture.paused)
+        self.settlement = WholeSettlement(setup, credit, run.usual, scene.path, self.factors, scene.number, run.capture.replaying)
 
     def complete(self, microbatches: list[Microbatch], coarse: bool) -> None:
         """Take the validation gradients along the whole move and work out what it pays."""
