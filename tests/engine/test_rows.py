@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import inrun
+from inrun.engine.checks.exchange import exchange_sample
 from inrun.errors import IdsError, RowOwnershipError
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
@@ -115,6 +116,66 @@ def test_samples_in_the_second_dimension_are_found(module, t: int) -> None:
     g_val = gradients(twin(x[:1]).square().sum(), params)
     truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], g_val)
     assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+class Tokens(nn.Module):
+    """Embeds tokens batch-first, sequence-first, or with samples end to end."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.inner, self.way = nn.Embedding(11, D), nn.Linear(D, D), way
+
+    def forward(self, x):
+        if self.way == "sequence-first":
+            return self.inner(torch.tanh(self.words(x.t()))).transpose(0, 1)
+        if self.way == "end to end":
+            return self.inner(torch.tanh(self.words(x.flatten()))).view(*x.shape, D)
+        return self.inner(torch.tanh(self.words(x)))
+
+
+def score_tokens(way: str, x: torch.Tensor) -> float:
+    """Return the error of one step's scores."""
+    torch.manual_seed(0)
+    model, n = Tokens(way).double(), len(x)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), method="first", audit_every=1)
+    with accountant.step(range(n)):
+        model(x).square().sum().backward()
+        optimizer.step()
+    params = list(twin.parameters())
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), n, params)
+    truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(twin(x[:1]).square().sum(), params))
+    return relative_error(accountant.last.contributions["validation"], truth)
+
+
+@pytest.mark.parametrize("way", ["batch-first", "sequence-first", "end to end"])
+def test_all_exchanges_together_tell_the_layout(way: str) -> None:
+    """The last sample differs from the first in its last token alone: that one moves a row as well as a column."""
+    x = torch.randint(0, 10, (4, 4), generator=torch.Generator().manual_seed(0))
+    x[3] = x[0]
+    x[3, 3] += 1
+    assert score_tokens(way, x) < 1e-9
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("way", ["batch-first", "sequence-first", "end to end"])
+def test_samples_that_differ_in_one_token(way: str, t: int, place: int) -> None:
+    """What is exchanged moves one row; the layout shows when the entries of a sample change places."""
+    x = torch.arange(t).repeat(2, 1)
+    x[1, place] = 9
+    assert score_tokens(way, x) < 1e-9
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_sample_is_exchanged_for_the_one_that_differs_most(blocks: bool) -> None:
+    x = torch.tensor([[0, 0, 0], [0, 0, 1], [2, 2, 2], [0, 0, 0]])
+    more = torch.arange(8).view(8, 1)
+    (other, others), _ = exchange_sample(((x, more), {}), 4, 0, blocks)
+    assert other[0].tolist() == [2, 2, 2]
+    assert torch.equal(other[1:], x[1:])
+    assert others.flatten().tolist() == ([4, 5, 2, 3, 4, 5, 6, 7] if blocks else list(range(8)))
 
 
 def test_control_sums_alone_do_not_see_it() -> None:

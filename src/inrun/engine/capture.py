@@ -90,7 +90,7 @@ class Capture:
         self._micro, self._occasion, self._depth = micro, occasion, 0
         held = weakref.ref(self)  # tracked tensors live as long as the graph
         in_forward = lambda: (mine := held()) is not None and mine._depth > 0  # noqa: E731
-        self._reader = ScoringReader(micro, self.rows.layout, self.form, in_forward, self._read_calls)
+        self._reader = ScoringReader(micro, self.rows, self.form, in_forward, self._read_calls)
         thoroughly = occasion.audited or occasion.step < 4
         self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
         self.plan.board.observing = micro.n > 0
