@@ -178,6 +178,53 @@ def test_a_sample_is_exchanged_for_the_one_that_differs_most(blocks: bool) -> No
     assert others.flatten().tolist() == ([4, 5, 2, 3, 4, 5, 6, 7] if blocks else list(range(8)))
 
 
+class Documents(nn.Module):
+    """Several documents per query: [n, d] and [n k, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), nn.Linear(D, D)
+
+    def encode(self, x):
+        return self.inner(torch.tanh(self.first(x)))
+
+    def forward(self, queries, documents):
+        if self.mixed:
+            documents = documents.roll(1, 0)
+        return (self.encode(queries).unsqueeze(1) * self.encode(documents).view(len(queries), -1, D)).sum(-1)
+
+    mixed = False
+
+
+def test_several_rows_per_sample_are_exchanged_together() -> None:
+    torch.manual_seed(0)
+    model = Documents().double()
+    q, d = torch.randn(4, D, dtype=torch.float64), torch.randn(12, D, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    value = lambda m: m(q[:2], d[:6]).sin().sum()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=1)
+    for _ in range(2):
+        twin = copy.deepcopy(model)
+        params = list(twin.parameters())
+        g_n = sample_gradients(lambda j: twin(q[j : j + 1], d[3 * j : 3 * j + 3]).square().sum(), 4, params)  # noqa: B023
+        truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(value(twin), params))
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            model(q, d).square().sum().backward()
+            optimizer.step()
+        assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+def test_rows_of_several_samples_in_one_block_are_refused() -> None:
+    model = Documents().double()
+    model.mixed = True
+    q, d = torch.randn(4, D, dtype=torch.float64), torch.randn(12, D, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(q[:2], d[:6]).sin().sum(), method="first")
+    with pytest.raises(RowOwnershipError, match="inner|first"), accountant.step(range(4)):
+        model(q, d)
+
+
 def test_control_sums_alone_do_not_see_it() -> None:
     """Without the row check the same module passes coverage and conservation, and the scores are wrong."""
     torch.manual_seed(0)

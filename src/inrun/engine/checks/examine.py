@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.checks import meetings
-from inrun.engine.checks.exchange import exchange_sample, shift_sample
+from inrun.engine.checks.exchange import exchange_sample, has_blocks, shift_sample
 from inrun.engine.checks.look import Key, Look, Passes, RunRecorded, TakenApartError, UnfollowedError, key_of, unreadable
 from inrun.engine.checks.movement import chosen, only_block
 from inrun.engine.checks.recorder import Recorder, fingerprint, moved_rows
@@ -65,6 +66,8 @@ class Examiner:
         self.sites, self.passes = sites, Passes(sites, run)
         self._examined: set[Site] = set()
         self._told_coupling = False
+        #: Batches in which tensors of several rows per sample had to be exchanged, too.
+        self._in_blocks: set[Pattern] = set()
 
     # Parameters that a module registers and does not use
 
@@ -97,7 +100,25 @@ class Examiner:
 
     def examine(self, question: Question) -> Found:
         """Classify every call of one forward."""
-        return self._follow(question, blocks=False)
+        n, arguments = question.n, question.arguments
+        pattern = pattern_of_batch(arguments, n)
+        if pattern in self._in_blocks:
+            return self._follow(question, blocks=True)
+        apart = self.passes.apart
+        try:
+            return self._follow(question, blocks=False)
+        except RowOwnershipError:
+            if question.again or not has_blocks(arguments, n):
+                raise
+            # Several rows per sample in some tensors (documents of a query)? Then all of a sample's must go together.
+            self.passes.follow(apart)
+            found = None
+            with contextlib.suppress(RowOwnershipError):
+                found = self._follow(question, blocks=True)
+            if found is None:
+                raise
+            self._in_blocks.add(pattern)
+            return found
 
     def _follow(self, question: Question, blocks: bool) -> Found:
         """Look until all that is read is followed, or goes through the fallback."""
