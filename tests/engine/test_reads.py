@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,38 @@ def test_copies_that_nothing_shows_are_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises((CoverageError, RowOwnershipError), match="the model itself"):
         score(Queries(), floats(4, 5), floats(3, 5, 1))
+
+
+class Spectral(nn.Module):
+    """A real parameter, used as complex numbers (FNO)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(D, D), nn.Parameter(torch.randn(D, D, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.inner(x).transpose(1, 2))
+        mixed = torch.einsum("bil,iol->bol", spectrum, torch.view_as_complex(self.weight))
+        return torch.fft.irfft(mixed, n=x.shape[1]).tanh()
+
+
+class Rotated(nn.Module):
+    """Learned frequencies of rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.frequencies = nn.Linear(D, D), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]).double(), self.frequencies)
+        turned = torch.view_as_complex(self.inner(x).view(*x.shape[:2], 3, 2)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(turned).flatten(2).tanh()
+
+
+@pytest.mark.parametrize("module", [Spectral, Rotated])
+def test_parameters_that_become_complex_go_through_the_fallback(module: Any) -> None:
+    torch.manual_seed(0)
+    assert score(module(), floats(4, 5), floats(3, 5, 1))[1] < 1e-9
 
 
 class Decoder(nn.Module):

@@ -323,6 +323,8 @@ def _derived(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: lis
 
 def _one(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader, place: int | None) -> Any:
     cut = torch.is_grad_enabled() and isinstance(out, Tensor) and not out.requires_grad
+    if isinstance(out, Tensor) and out.is_complex() and not cut and func not in CUT:
+        raise UnreadableError(tracks[0], func)  # has gradient, and functions of the parameter are followed in real numbers
     if not isinstance(out, Tensor) or not out.is_floating_point() or cut or func in CUT:
         return out
     roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]] = {}
