@@ -40,6 +40,15 @@ class Verified(Protocol):
         ...
 
 
+#: What is taken for the number of samples where these are documents: no dimension has it, so that nothing is told by a shape.
+DOCUMENTS = 1 << 62
+
+
+def samples_of(micro: Microbatch) -> int:
+    """Return the number of samples by which shapes tell where parameters that are read meet them."""
+    return micro.n if micro.documents is None else DOCUMENTS
+
+
 def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
     """Hand out a parameter that is read."""
     return Tracked.of(Track(parameter, {Root(site, name): (parameter, None, True)}, reader))
@@ -138,7 +147,7 @@ class ScoringReader:
 
         ``calls`` are products as they were at other steps: most are the same.
         """
-        self._micro, self.rows, self.form, self.n = weakref.ref(micro), rows, form, micro.n
+        self._micro, self.rows, self.form, self.n = weakref.ref(micro), rows, form, samples_of(micro)
         self.in_forward, self._calls = in_forward, calls
 
     def check(self, track: Track, operation: Any) -> None:
