@@ -225,6 +225,63 @@ def test_rows_of_several_samples_in_one_block_are_refused() -> None:
         model(q, d)
 
 
+class PaddedToTheLongest(nn.Module):
+    """Unpacks without a total length, so that the longest sample decides how many positions there are."""
+
+    def __init__(self, end_to_end: bool = False) -> None:
+        super().__init__()
+        self.recurrent, self.inner, self.end_to_end = nn.GRU(D, D, batch_first=True), nn.Linear(D, D), end_to_end
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        made, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        if self.end_to_end:
+            inside = torch.arange(made.shape[1]) < lengths[:, None]
+            return torch.zeros_like(made).masked_scatter(inside.unsqueeze(-1), self.inner(made[inside]))
+        return self.inner(made)
+
+
+def train_with_lengths(model: nn.Module, batches) -> float:
+    """Take a step on every batch and return the worst error of the scores."""
+    torch.manual_seed(0)
+    model, worst = model.double(), 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(m, x, lengths):
+        made = m(x, lengths)
+        return (made.square().sum(-1) * (torch.arange(made.shape[1]) < lengths[:, None])).sum()
+
+    value = lambda m: loss(m, *batches[0]).sin()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=1)
+    for x, lengths in batches:
+        twin = copy.deepcopy(model)
+        params = list(twin.parameters())
+        g_n = sample_gradients(lambda j: loss(twin, x[j : j + 1], lengths[j : j + 1]), len(x), params)  # noqa: B023
+        truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(value(twin), params))
+        optimizer.zero_grad()
+        with accountant.step(range(len(x))):
+            loss(model, x, lengths).backward()
+            optimizer.step()
+        worst = max(worst, relative_error(accountant.last.contributions["validation"], truth))
+    return worst
+
+
+def lengths_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return torch.randn(len(lengths), 6, D, dtype=torch.float64, generator=generator), torch.tensor(lengths)
+
+
+def test_rows_that_are_padded_to_the_longest_sample() -> None:
+    batches = [lengths_of(5, 3, 2, 4), lengths_of(3, 6, 2, 2), lengths_of(2, 2, 2, 6), lengths_of(1, 1, 1, 1)]
+    assert train_with_lengths(PaddedToTheLongest(), batches) < 1e-9
+
+
+def test_rows_end_to_end_by_lengths_are_refused() -> None:
+    assert train_with_lengths(PaddedToTheLongest(end_to_end=True), [lengths_of(4, 4, 4, 4)]) < 1e-9
+    with pytest.raises(RowOwnershipError, match="exchange"):
+        train_with_lengths(PaddedToTheLongest(end_to_end=True), [lengths_of(4, 4, 4, 4), lengths_of(5, 3, 4, 4)])
+
+
 def test_control_sums_alone_do_not_see_it() -> None:
     """Without the row check the same module passes coverage and conservation, and the scores are wrong."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.checks import meetings
-from inrun.engine.checks.exchange import exchange_sample, has_blocks, shift_sample
+from inrun.engine.checks.exchange import exchange_sample, has_blocks, has_lengths, shift_sample
 from inrun.engine.checks.look import Key, Look, Passes, RunRecorded, TakenApartError, UnfollowedError, key_of, unreadable
 from inrun.engine.checks.movement import chosen, only_block
 from inrun.engine.checks.recorder import Recorder, fingerprint, moved_rows
@@ -155,7 +155,7 @@ class Examiner:
         for sample in samples:
             other = exchange_sample(arguments, n, sample, blocks)
             if other is not None:
-                self._exchange(look, other, sample)
+                self._exchange(look, other, sample, blocks)
         if not again:
             self._settle_doubt(look, question, blocks)
         if not look.seen and not again:
@@ -165,8 +165,13 @@ class Examiner:
         meetings.check_copies(look, samples[:1] if again else [0, n - 1], thoroughly=not again)
         return Found(self._gather(look, question.known, again), look.recorder.readings, look.seen)
 
-    def _exchange(self, look: Look, other: Arguments, sample: int) -> None:
+    def _exchange(self, look: Look, other: Arguments, sample: int, blocks: bool) -> None:
         exchanged, outputs = self.passes.record_exchanged(other, look.n)
+        if look.got_shorter(exchanged) and has_lengths(look.arguments, look.n):
+            # Rows are padded to the longest sample, which has gone: take another's content at the length that it has.
+            kept = exchange_sample(look.arguments, look.n, sample, blocks, lengths=False)
+            if kept is not None:
+                exchanged, outputs = self.passes.record_exchanged(kept, look.n)
         meetings.note_exchange(look, exchanged, sample)
         self._look_for_coupling(look.outputs, outputs, look.n, sample)
         look.note_exchange(exchanged, outputs, sample)
@@ -187,7 +192,7 @@ class Examiner:
                 return
             other = shift_sample(look.arguments, look.n, sample, blocks)
             if other is not None:
-                self._exchange(look, other, sample)
+                self._exchange(look, other, sample, blocks)
         site = doubtful()
         if site is not None:
             raise RowOwnershipError(

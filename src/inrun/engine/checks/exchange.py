@@ -9,16 +9,20 @@ from inrun.engine.quiet import Arguments
 from inrun.layers.trees import flatten, tensors_of, unflatten
 
 
-def exchange_sample(arguments: Arguments, n: int, sample: int, blocks: bool = False) -> Arguments | None:
+def exchange_sample(arguments: Arguments, n: int, sample: int, blocks: bool = False, lengths: bool = True) -> Arguments | None:
     """Return the arguments with one sample replaced by the one that differs most from it; None if all samples are equal.
 
     Samples that differ in one position would move one entry, which may look like a row as well as like a column. With
-    ``blocks``, tensors of k n rows have k rows of every sample.
+    ``blocks``, tensors of k n rows have k rows of every sample. ``lengths=False`` leaves one integer per sample as it is.
     """
     leaves, structure = flatten(arguments)
     mine = _of_samples(leaves, n, blocks)
+    if not lengths:
+        mine = [m and not _is_length(x) for x, m in zip(leaves, mine, strict=True)]
     different = sum((_differences(x, n, sample) for x, m in zip(leaves, mine, strict=True) if m), torch.zeros(n))
     source = int(different.argmax())
+    if different[source] == 0 and not lengths:
+        return None
     if different[source] == 0:
         return shift_sample(arguments, n, sample, blocks, flip=True)
     swapped = [_with_rows(x, n, sample, _rows(x, n, source)) if m else x for x, m in zip(leaves, mine, strict=True)]
@@ -42,6 +46,15 @@ def shift_sample(arguments: Arguments, n: int, sample: int, blocks: bool = False
 def has_blocks(arguments: Arguments, n: int) -> bool:
     """Whether some tensor may have several rows of every sample."""
     return any(x.dim() > 0 and x.shape[0] > n and x.shape[0] % n == 0 for x in tensors_of(arguments))
+
+
+def has_lengths(arguments: Arguments, n: int) -> bool:
+    """Whether some tensor has one integer per sample, which may be its length."""
+    return any(len(x) == n and _is_length(x) for x in tensors_of(arguments) if x.dim() > 0)
+
+
+def _is_length(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 1 and x.dtype in (torch.int64, torch.int32)
 
 
 def _of_samples(leaves: list[object], n: int, blocks: bool) -> list[bool]:

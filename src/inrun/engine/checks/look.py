@@ -110,6 +110,14 @@ class Look:
         """Run the same forward with something disturbed."""
         return self.passes.record(self.arguments, self.passes.recorder(self.n, **options))
 
+    def got_shorter(self, exchanged: Recorder) -> bool:
+        """Whether an exchange changed sizes of calls behind the leading one, and nothing else: another sample is the longest."""
+        pairs = list(zip(self.base, exchanged.entries, strict=False))
+        same = len(self.base) == len(exchanged.entries) and all(
+            b.site is a.site and len(b.shape) == len(a.shape) and b.shape[:1] == a.shape[:1] for b, a in pairs
+        )
+        return same and any(b.shape != a.shape for b, a in pairs)
+
     def note_exchange(self, exchanged: Recorder, outputs: list[Tensor], sample: int) -> None:
         """Keep of the possible layouts those that this exchange allows, too; raise where none is left."""
         self.seen = True
