@@ -123,6 +123,42 @@ def test_sizes_that_were_verified_cost_nothing() -> None:
     assert counts == [1, 2, 1]  # nothing that 9 samples show is new: one glance
 
 
+class UsedTwice(nn.Module):
+    """A scale, or a layer, of what the samples have, [n, d], and of a table of t' rows: with n = t' both look alike."""
+
+    def __init__(self, kind: str, rows: int | None) -> None:
+        super().__init__()
+        self.words, self.kind, self.rows = nn.Embedding(WORDS, D), kind, rows
+        if kind == "scale":
+            self.scale = nn.Parameter(torch.rand(D) + 0.5)
+        else:
+            self.layer = nn.Linear(D, D)
+        self.register_buffer("table", torch.randn(T, D))
+        self.head = nn.Linear(D, 3)
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.scale * x if self.kind == "scale" else self.layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled = self.use(torch.tanh(self.words(x)).mean(1))
+        table = self.use(self.table[: self.rows or x.shape[1] + 1])
+        return self.head(torch.tanh(pooled + table.mean(-2)))  # no layer behind sees how many rows it has
+
+
+def test_a_table_that_comes_to_look_like_samples_is_told_apart() -> None:
+    run = Run(UsedTwice("scale", 9), words(3, 5))
+    assert run.steps(words(n, 5, seed) for seed, n in enumerate((8, 8, 8, 8, 8, 9, 9))) < 1e-9
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(9, [(8, 5)] * 5 + [(9, 5)]), (None, [(8, 5)] * 5 + [(8, 7)])])
+def test_a_layer_that_comes_to_be_called_in_two_ways_is_refused(rows: int | None, sizes: list[tuple[int, int]]) -> None:
+    run = Run(UsedTwice("layer", rows), words(3, 5))
+    batches = [words(n, t, seed) for seed, (n, t) in enumerate(sizes)]
+    assert run.steps(batches[:-1]) < 1e-9
+    with pytest.raises(RowOwnershipError, match="layer is called with rows laid out in two ways"):
+        run.step(batches[-1])
+
+
 class Nano(nn.Module):
     """nanoGPT's positions, made once for the whole batch."""
 

@@ -20,7 +20,7 @@ from inrun.errors import RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, Way
-from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of
+from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 from inrun.torch_private import current_backward
@@ -106,7 +106,10 @@ class RecordingReader:
 
     def decides(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...]) -> None:
         """Note it: the look that is being taken verifies it."""
-        self.recorder.readings.add(reading_of(operation, tracks, shapes, self.n))
+        roots = roots_of(tracks)
+        place = self.recorder.reads[roots]
+        self.recorder.reads[roots] += 1
+        self.recorder.readings.add(reading_of(operation, roots, shapes, self.n, place))
 
     def cannot_follow(self, problem: UnreadableError) -> None:
         """The look deals with it."""

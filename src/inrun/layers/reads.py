@@ -122,7 +122,8 @@ class Track:
         return next((root for root in self.roots if root.call is not None), None)
 
 
-#: One operation on what is read: what it is, of which parameters, and the patterns of all shapes by which its kind is chosen.
+#: One operation on what is read: what it is, of which parameters, and the patterns of all shapes by which its kind is chosen; and
+#: how many operations on these there were before in the forward: a table may come to have the shape of another's samples.
 Reading = tuple[Any, ...]
 
 
@@ -291,11 +292,15 @@ def _shapes(tree: Any, sizes: bool) -> Iterator[Any]:
             yield x
 
 
-def reading_of(operation: Any, tracks: list[Track], shapes: tuple[Any, ...], n: int) -> Reading:
+def roots_of(tracks: list[Track]) -> tuple[Any, ...]:
+    """Return the parameters behind some tensors."""
+    return tuple((root.site, root.name) for track in tracks for root in track.roots)
+
+
+def reading_of(operation: Any, roots: tuple[Any, ...], shapes: tuple[Any, ...], n: int, place: int) -> Reading:
     """Reduce an operation on what is read to what decides about it: parameters, and patterns of shapes."""
-    roots = tuple((root.site, root.name) for track in tracks for root in track.roots)
     patterns = tuple(pattern_of(torch.Size([x]), n) if isinstance(x, int) else (x[0], pattern_of(x[1], n)) for x in shapes)
-    return (operation, roots, patterns)
+    return (operation, roots, patterns, place)
 
 
 def _note_leaving(args: Any, kwargs: dict[str, Any]) -> None:

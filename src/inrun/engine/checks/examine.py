@@ -12,9 +12,20 @@ from torch import Tensor
 
 from inrun.engine.checks import meetings
 from inrun.engine.checks.exchange import exchange_sample, has_blocks, has_lengths, shift_sample
-from inrun.engine.checks.look import Key, Look, Passes, RunRecorded, TakenApartError, UnfollowedError, key_of, unreadable
+from inrun.engine.checks.look import (
+    Key,
+    Look,
+    Passes,
+    RunRecorded,
+    TakenApartError,
+    UnfollowedError,
+    Way,
+    key_of,
+    unreadable,
+    ways_of,
+)
 from inrun.engine.checks.movement import chosen, only_block
-from inrun.engine.checks.recorder import Recorder, fingerprint, moved_rows
+from inrun.engine.checks.recorder import Entry, Recorder, fingerprint, moved_rows
 from inrun.engine.checks.without_samples import constant_layout, find_bare
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
@@ -34,6 +45,8 @@ class Found:
     layouts: dict[Key, Layout]
     #: Operations on what is read for which shapes were seen to decide rightly.
     readings: set[Reading]
+    #: The calls of every module with a rule, in order.
+    ways: set[Way]
     #: Whether the exchange of a sample could be seen.
     certain: bool
 
@@ -89,14 +102,14 @@ class Examiner:
 
     # Looks
 
-    def glance(self, arguments: Arguments, n: int) -> tuple[set[Key], set[Reading]] | None:
+    def glance(self, arguments: Arguments, n: int) -> tuple[set[Key], set[Way], set[Reading]] | None:
         """Run the forward once and return its calls and what it does with what it reads; None where that is not followed."""
         try:
             recorder, _ = self.passes.record(arguments, self.passes.recorder(n))
         except UnreadableError:
             return None
         calls = {key_of(e.site, e.shape, n) for e in recorder.entries if e.site is not None and e.argument is None}
-        return calls, recorder.readings
+        return calls, _ways(recorder.entries, n), recorder.readings
 
     def examine(self, question: Question) -> Found:
         """Classify every call of one forward."""
@@ -145,7 +158,9 @@ class Examiner:
         self._note_unused(look.recorder)
         broken = next((e for e in look.base if not bool(torch.isfinite(e.rows).all())), None)
         if broken is not None and question.verified:
-            return Found({}, set(), False)  # a run that diverges was verified while it had not; such steps are skipped anyway
+            return Found(
+                {}, set(), set(), False
+            )  # a run that diverges was verified while it had not; such steps are skipped anyway
         if broken is not None:
             name = broken.site.name if broken.site is not None and broken.site.name else "the model itself"
             raise RowOwnershipError(
@@ -163,7 +178,7 @@ class Examiner:
         if not look.seen:
             log.info("inrun: all samples of this batch are equal, rows will be verified at a later step")
         meetings.check_copies(look, samples[:1] if again else [0, n - 1], thoroughly=not again)
-        return Found(self._gather(look, question.known, again), look.recorder.readings, look.seen)
+        return Found(self._gather(look, question.known, again), look.recorder.readings, _ways(look.base, n), look.seen)
 
     def _exchange(self, look: Look, other: Arguments, sample: int, blocks: bool) -> None:
         exchanged, outputs = self.passes.record_exchanged(other, look.n)
@@ -243,6 +258,11 @@ class Examiner:
             if found.setdefault(key_of(entry.site, entry.shape, n), layout) != layout:
                 raise RowOwnershipError(f"{entry.site.name} is called with rows laid out in two ways in one forward")
         return found
+
+
+def _ways(entries: list[Entry], n: int) -> set[Way]:
+    calls = [(e.site, e.shape) for e in entries if e.argument is None and e.output is None]
+    return ways_of(((site, shape) for site, shape in calls if site is not None), n)
 
 
 def give_up(sites: list[Site], why: str, refusal: Exception) -> None:

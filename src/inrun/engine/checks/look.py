@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -21,11 +21,21 @@ from inrun.layers.trees import float_tensors
 RunRecorded = Callable[[Arguments, Recorder], Any]
 #: A call: the module, the pattern of its leading tensor, and whether there were several samples.
 Key = tuple[Site, Pattern, int]
+#: A module, and the patterns of its calls in one forward: two that are alike now may have been told apart by their patterns.
+Way = tuple[Site, tuple[Pattern, ...]]
 
 
 def key_of(site: Site, shape: Any, n: int) -> Key:
     """Return under which key the layout of a call is known."""
     return (site, pattern_of(shape, n), min(n, 2))
+
+
+def ways_of(calls: Iterable[tuple[Site, Any]], n: int) -> set[Way]:
+    """Return for every module the patterns of all its calls in one forward, given site and shape of each."""
+    found: dict[Site, list[Pattern]] = {}
+    for site, shape in calls:
+        found.setdefault(site, []).append(pattern_of(shape, n))
+    return {(site, tuple(patterns)) for site, patterns in found.items()}
 
 
 class UnfollowedError(Exception):

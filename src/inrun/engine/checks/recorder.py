@@ -103,6 +103,8 @@ class Recorder:
         self.meetings: list[Meeting] = []
         #: All that was done with parameters that are read, as far as shapes decided about it.
         self.readings: set[Reading] = set()
+        #: How many operations there were, by parameters.
+        self.reads: Counter[Any] = Counter()
         self.disturb_copy = disturb_copy
         #: The forward has ended.
         self.over = False

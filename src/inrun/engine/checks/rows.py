@@ -12,18 +12,19 @@ What only the user's own forward shows is guessed and verified right after it.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 
 from inrun.engine.checks.examine import Examiner, Found, Question, pattern_of_batch
-from inrun.engine.checks.look import Key, RunRecorded, key_of
+from inrun.engine.checks.look import Key, RunRecorded, Way, key_of, ways_of
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
 from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers import Layout
 from inrun.layers.layout import Pattern
-from inrun.layers.reads import Reading, Track, reading_of
+from inrun.layers.reads import Reading, Track, reading_of, roots_of
 from inrun.layers.trees import tensors_of
 
 #: Steps between two looks at rows that were verified before (audited steps look anyway).
@@ -54,14 +55,19 @@ class RowCheck:
         #: Operations on what is read that were verified, and the same with their shapes as they were.
         self._read: set[Reading] = set()
         self._read_by_shape: set[Reading] = set()
+        #: Ways that modules were called in a forward that was verified.
+        self._ways: set[Way] = set()
         #: Patterns of calls of the model that were verified, and numbers of samples.
         self._verified: set[Pattern] = set()
         self._counts: set[int] = set()
         #: By sizes of the batch: the modules that were called with other leading sizes than n, and these.
         self._sizes: dict[Any, set[tuple[Site, int]]] = {}
-        #: The running forward's entry, and whether a forward of these sizes ran before.
-        self._here: set[tuple[Site, int]] = set()
+        #: The running forward's entry (None where none runs), and whether a forward of these sizes ran before.
+        self._here: set[tuple[Site, int]] | None = None
         self._ran = False
+        #: Its calls, if its sizes are new and it was not run before; and how many operations on what is read it had so far.
+        self._calls: list[tuple[Site, torch.Size, Layout]] | None = None
+        self._reads_so_far: Counter[Any] = Counter()
         #: The step of the last look.
         self._looked: int | None = None
         #: Calls in the running forward whose layout was guessed, and operations on what is read, since no look had shown them.
@@ -73,7 +79,8 @@ class RowCheck:
     def before_forward(self, arguments: Arguments, n: int, step: int, audited: bool) -> None:
         """Verify the forward that is about to run, if its shapes are new or it is time to look again."""
         check_batch(arguments, n)
-        self._guessed, self._guessed_reads = [], []
+        self._guessed, self._guessed_reads, self._calls = [], [], None
+        self._reads_so_far = Counter()
         if n == 1 or not self.enabled:
             if not self.enabled:
                 self._examiner.examine_unused(arguments)
@@ -82,7 +89,12 @@ class RowCheck:
         sizes = (n, tuple(x.shape for x in tensors_of(arguments)))
         early = step < 4 or step & (step - 1) == 0
         again = self._looked is None or (self._looked != step and (audited or early or step - self._looked >= LOOK_AGAIN))
-        new = pattern not in self._verified or (sizes not in self._sizes and self._shows_news(arguments, n))
+        new = pattern not in self._verified
+        if not new and sizes not in self._sizes:
+            if n in self._counts and not self._examiner.passes.follows:
+                self._calls = []  # what is called in a new way is verified after the forward
+            else:
+                new = self._shows_news(arguments, n)
         if new or again:
             samples = sorted({0, n // 2, n - 1}) if new else [step % n]
             found = self._examine(n, arguments, samples, again=not new)
@@ -97,11 +109,12 @@ class RowCheck:
         return self._examiner.examine(Question(n, arguments, samples, self._known, verified, again))
 
     def _shows_news(self, arguments: Arguments, n: int) -> bool:
-        """Run a forward of new sizes once, where they may matter; tell whether it shows what no look has verified."""
-        if n in self._counts and not self._examiner.passes.follows:
-            return False  # what is called in a new way is guessed, and verified after the forward
+        """Run a forward of new sizes once; tell whether it shows what no look has verified."""
         glance = self._examiner.glance(arguments, n)
-        return glance is None or not (glance[0] <= self._known.keys() and glance[1] <= self._read)
+        if glance is None:
+            return True
+        calls, ways, readings = glance
+        return not (calls <= self._known.keys() and ways <= self._ways and readings <= self._read)
 
     def _open(self, sizes: Any, n: int) -> None:
         """Begin a forward of some sizes."""
@@ -115,6 +128,11 @@ class RowCheck:
         """Verify what was guessed in the forward that has just run: it went a way that no look had shown."""
         guessed, self._guessed = self._guessed, []
         guessed_reads, self._guessed_reads = self._guessed_reads, []
+        here, self._here = self._here, None
+        calls, self._calls = self._calls, None
+        if calls:
+            new = {site for site, _ in ways_of(((site, shape) for site, shape, _ in calls), n) - self._ways}
+            guessed += [call for call in calls if call[0] in new and call not in guessed]
         if n == 1 or (not guessed and not guessed_reads):
             return
         samples = sorted({0, n // 2, n - 1})
@@ -134,7 +152,9 @@ class RowCheck:
                     f"{site.name} was called with shape {tuple(shape)} for the first time, and its rows are laid out in another "
                     "way than it seemed; nothing was scored. The layout is known now: run this step again."
                 )
-        for operation, roots, _ in (r for r in guessed_reads if r not in found.readings):
+        # Places in a forward may depend on chance (layers that are dropped); a forward that does not shows them again.
+        shown = {reading[:-1] for reading in found.readings}
+        for operation, roots, *_ in (r for r in guessed_reads if r not in found.readings and r[:-1] not in shown):
             if found.certain:
                 self._learn(found)
             names = ", ".join(sorted({f"{site.name}.{name}".lstrip(".") for site, name in roots}))
@@ -144,7 +164,8 @@ class RowCheck:
             )
         if found.certain:
             self._learn(found)
-            self._here |= {(site, shape[0]) for site, shape, _ in guessed}
+            if here is not None:
+                here |= {(site, shape[0]) for site, shape, _ in guessed}
 
     def _learn(self, found: Found) -> None:
         layouts = found.layouts
@@ -156,6 +177,7 @@ class RowCheck:
             )
         self._known |= layouts
         self._read |= found.readings
+        self._ways |= found.ways
 
     # Inside the user's forward
 
@@ -173,6 +195,10 @@ class RowCheck:
                     self._guessed.append((site, shape, found))
                 return found
             self._by_shape[exact] = found
+        if self._here is None:  # a backward that runs a segment again
+            return found
+        if self._calls is not None:
+            self._calls.append((site, shape, found))
         if shape[0] != n and self.enabled and (site, shape[0]) not in self._here:
             # In a batch of the same sizes there were other rows before: they depend on what the samples are (padding left out).
             if self._ran:
@@ -192,18 +218,19 @@ class RowCheck:
 
     def reads(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...], n: int) -> None:
         """Take note of an operation on what is read; one that no look has shown is verified after the forward."""
-        exact = (operation, n, shapes, *(root.name for track in tracks for root in track.roots), *_sites(tracks))
+        if self._here is None:  # a backward that runs a segment again
+            return
+        roots = roots_of(tracks)
+        place = self._reads_so_far[roots]
+        self._reads_so_far[roots] += 1
+        exact = (operation, n, shapes, roots, place)
         if exact in self._read_by_shape:
             return
-        reading = reading_of(operation, tracks, shapes, n)
+        reading = reading_of(operation, roots, shapes, n, place)
         if reading in self._read:
             self._read_by_shape.add(exact)
         else:
             self._guessed_reads.append(reading)
-
-
-def _sites(tracks: list[Track]) -> tuple[Any, ...]:
-    return tuple(root.site for track in tracks for root in track.roots)
 
 
 def by_shape(shape: torch.Size, n: int) -> Layout:
