@@ -223,6 +223,37 @@ def test_modules_without_a_rule(game) -> None:
     assert_same(make, gpt_logits, TWO_ROWS, "adamw", steps=2, **game)
 
 
+class ReadScale(nn.Module):
+    """Reads a parameter, and treats every position by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(11, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.words(x)) * self.scale)
+
+
+@pytest.mark.parametrize("ids", [[[7] * 5, [9] * 5], [[7, 7, 7, 4, 4], [9] * 5], [[7] * 5], [[7, 7, 4, 4, 4]]])
+def test_parameters_that_are_read_where_documents_are_as_many_as_rows(ids) -> None:
+    torch.manual_seed(0)
+    model = ReadScale().double()
+    x, ids = torch.randint(0, 11, (len(ids), 5)), torch.tensor(ids)
+    params = list(model.parameters())
+    g_val = torch.autograd.grad(model(x).sin().mean(), params)
+    wanted = {}
+    for document in ids.unique().tolist():
+        g = torch.autograd.grad(model(x)[ids == document].square().sum(), params)
+        wanted[document] = 0.1 * sum(float((a * b).sum()) for a, b in zip(g, g_val, strict=True))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x).sin().mean(), method="first", audit_every=1)
+    with accountant.step(ids):
+        model(x).square().sum().backward()
+        optimizer.step()
+    assert table(accountant) == pytest.approx(wanted, rel=1e-6)
+
+
 def test_modules_without_a_rule_nor_forward_mode(monkeypatch) -> None:
     """The other form: documents are pulled back one at a time."""
     from inrun.layers.fallback import FallbackRule

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import inrun
+from inrun.engine.checks.exchange import exchange_sample
 from inrun.errors import IdsError, RowOwnershipError
 from reference import contributions, gradients, relative_error, sample_gradients, sgd_gain
 
@@ -115,6 +116,170 @@ def test_samples_in_the_second_dimension_are_found(module, t: int) -> None:
     g_val = gradients(twin(x[:1]).square().sum(), params)
     truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], g_val)
     assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+class Tokens(nn.Module):
+    """Embeds tokens batch-first, sequence-first, or with samples end to end."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.words, self.inner, self.way = nn.Embedding(11, D), nn.Linear(D, D), way
+
+    def forward(self, x):
+        if self.way == "sequence-first":
+            return self.inner(torch.tanh(self.words(x.t()))).transpose(0, 1)
+        if self.way == "end to end":
+            return self.inner(torch.tanh(self.words(x.flatten()))).view(*x.shape, D)
+        return self.inner(torch.tanh(self.words(x)))
+
+
+def score_tokens(way: str, x: torch.Tensor) -> float:
+    """Return the error of one step's scores."""
+    torch.manual_seed(0)
+    model, n = Tokens(way).double(), len(x)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(x[:1]).square().sum(), method="first", audit_every=1)
+    with accountant.step(range(n)):
+        model(x).square().sum().backward()
+        optimizer.step()
+    params = list(twin.parameters())
+    g_n = sample_gradients(lambda j: twin(x[j : j + 1]).square().sum(), n, params)
+    truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(twin(x[:1]).square().sum(), params))
+    return relative_error(accountant.last.contributions["validation"], truth)
+
+
+@pytest.mark.parametrize("way", ["batch-first", "sequence-first", "end to end"])
+def test_all_exchanges_together_tell_the_layout(way: str) -> None:
+    """The last sample differs from the first in its last token alone: that one moves a row as well as a column."""
+    x = torch.randint(0, 10, (4, 4), generator=torch.Generator().manual_seed(0))
+    x[3] = x[0]
+    x[3, 3] += 1
+    assert score_tokens(way, x) < 1e-9
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("t", [2, 3])
+@pytest.mark.parametrize("way", ["batch-first", "sequence-first", "end to end"])
+def test_samples_that_differ_in_one_token(way: str, t: int, place: int) -> None:
+    """What is exchanged moves one row; the layout shows when the entries of a sample change places."""
+    x = torch.arange(t).repeat(2, 1)
+    x[1, place] = 9
+    assert score_tokens(way, x) < 1e-9
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_sample_is_exchanged_for_the_one_that_differs_most(blocks: bool) -> None:
+    x = torch.tensor([[0, 0, 0], [0, 0, 1], [2, 2, 2], [0, 0, 0]])
+    more = torch.arange(8).view(8, 1)
+    (other, others), _ = exchange_sample(((x, more), {}), 4, 0, blocks)
+    assert other[0].tolist() == [2, 2, 2]
+    assert torch.equal(other[1:], x[1:])
+    assert others.flatten().tolist() == ([4, 5, 2, 3, 4, 5, 6, 7] if blocks else list(range(8)))
+
+
+class Documents(nn.Module):
+    """Several documents per query: [n, d] and [n k, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(D, D), nn.Linear(D, D)
+
+    def encode(self, x):
+        return self.inner(torch.tanh(self.first(x)))
+
+    def forward(self, queries, documents):
+        if self.mixed:
+            documents = documents.roll(1, 0)
+        return (self.encode(queries).unsqueeze(1) * self.encode(documents).view(len(queries), -1, D)).sum(-1)
+
+    mixed = False
+
+
+def test_several_rows_per_sample_are_exchanged_together() -> None:
+    torch.manual_seed(0)
+    model = Documents().double()
+    q, d = torch.randn(4, D, dtype=torch.float64), torch.randn(12, D, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    value = lambda m: m(q[:2], d[:6]).sin().sum()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=1)
+    for _ in range(2):
+        twin = copy.deepcopy(model)
+        params = list(twin.parameters())
+        g_n = sample_gradients(lambda j: twin(q[j : j + 1], d[3 * j : 3 * j + 3]).square().sum(), 4, params)  # noqa: B023
+        truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(value(twin), params))
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            model(q, d).square().sum().backward()
+            optimizer.step()
+        assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+
+
+def test_rows_of_several_samples_in_one_block_are_refused() -> None:
+    model = Documents().double()
+    model.mixed = True
+    q, d = torch.randn(4, D, dtype=torch.float64), torch.randn(12, D, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accountant = inrun.Accountant(model, optimizer, lambda m: m(q[:2], d[:6]).sin().sum(), method="first")
+    with pytest.raises(RowOwnershipError, match="inner|first"), accountant.step(range(4)):
+        model(q, d)
+
+
+class PaddedToTheLongest(nn.Module):
+    """Unpacks without a total length, so that the longest sample decides how many positions there are."""
+
+    def __init__(self, end_to_end: bool = False) -> None:
+        super().__init__()
+        self.recurrent, self.inner, self.end_to_end = nn.GRU(D, D, batch_first=True), nn.Linear(D, D), end_to_end
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        made, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        if self.end_to_end:
+            inside = torch.arange(made.shape[1]) < lengths[:, None]
+            return torch.zeros_like(made).masked_scatter(inside.unsqueeze(-1), self.inner(made[inside]))
+        return self.inner(made)
+
+
+def train_with_lengths(model: nn.Module, batches) -> float:
+    """Take a step on every batch and return the worst error of the scores."""
+    torch.manual_seed(0)
+    model, worst = model.double(), 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(m, x, lengths):
+        made = m(x, lengths)
+        return (made.square().sum(-1) * (torch.arange(made.shape[1]) < lengths[:, None])).sum()
+
+    value = lambda m: loss(m, *batches[0]).sin()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=1)
+    for x, lengths in batches:
+        twin = copy.deepcopy(model)
+        params = list(twin.parameters())
+        g_n = sample_gradients(lambda j: loss(twin, x[j : j + 1], lengths[j : j + 1]), len(x), params)  # noqa: B023
+        truth = contributions(g_n, [torch.full_like(p, 0.1) for p in params], gradients(value(twin), params))
+        optimizer.zero_grad()
+        with accountant.step(range(len(x))):
+            loss(model, x, lengths).backward()
+            optimizer.step()
+        worst = max(worst, relative_error(accountant.last.contributions["validation"], truth))
+    return worst
+
+
+def lengths_of(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return torch.randn(len(lengths), 6, D, dtype=torch.float64, generator=generator), torch.tensor(lengths)
+
+
+def test_rows_that_are_padded_to_the_longest_sample() -> None:
+    batches = [lengths_of(5, 3, 2, 4), lengths_of(3, 6, 2, 2), lengths_of(2, 2, 2, 6), lengths_of(1, 1, 1, 1)]
+    assert train_with_lengths(PaddedToTheLongest(), batches) < 1e-9
+
+
+def test_rows_end_to_end_by_lengths_are_refused() -> None:
+    assert train_with_lengths(PaddedToTheLongest(end_to_end=True), [lengths_of(4, 4, 4, 4)]) < 1e-9
+    with pytest.raises(RowOwnershipError, match="exchange"):
+        train_with_lengths(PaddedToTheLongest(end_to_end=True), [lengths_of(4, 4, 4, 4), lengths_of(5, 3, 4, 4)])
 
 
 def test_control_sums_alone_do_not_see_it() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.checks.documents import DocumentCheck
+from inrun.engine.checks.examine import give_up
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.checks.repeats import explained
 from inrun.engine.checks.rows import RowCheck
@@ -28,7 +29,7 @@ from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.processes import Processes
 from inrun.engine.python_state import PythonState
 from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
-from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, track
+from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, samples_of, track
 from inrun.engine.sites import Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Output, Owned, Tapped
@@ -98,7 +99,7 @@ class Capture:
         self._micro, self._occasion, self._depth = micro, occasion, 0
         held = weakref.ref(self)  # tracked tensors live as long as the graph
         in_forward = lambda: (mine := held()) is not None and mine._depth > 0  # noqa: E731
-        self._reader = ScoringReader(micro, self.rows.layout, self.form, in_forward, self._read_calls)
+        self._reader = ScoringReader(micro, self.rows, self.form, in_forward, self._read_calls)
         thoroughly = occasion.audited or occasion.step < 4
         self._compiled = self.called is not self.model or self.plan.wanted(self.model, thoroughly)
         self.plan.board.observing = micro.n > 0
@@ -227,6 +228,10 @@ class Capture:
         occasion, documents = self._occasion, micro.documents
         if documents is not None:
             documents.check_batch(arguments)
+            reading = [site for site in self.sites if site.rule.reads]
+            if reading:  # copies of what is read would be one per row, and a row may have several documents
+                why = "ids are given per position"
+                give_up(reading, why, CoverageError(why))
         if documents is None or micro.rows > 1:
             self.rows.before_forward(arguments, micro.rows, occasion.step, occasion.audited)
         if documents is not None:
@@ -318,12 +323,12 @@ class Capture:
         if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:
-            return track(site, name, value, RecordingReader(self._recorder, micro.n))
+            return track(site, name, value, RecordingReader(self._recorder, samples_of(micro)))
         if not self._observing or (self._depth == 0 and current_backward() == -1):
             return value
         assert self._reader is not None
         found = track(site, name, value, self._reader)
-        return self._reader.whole(found.track) if micro.n == 1 else found
+        return self._reader.whole(found.track) if samples_of(micro) == 1 else found
 
     def _score(
         self,

@@ -5,27 +5,48 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inrun.engine.checks.examine import give_up
+from inrun.engine.checks.look import unreadable
 from inrun.engine.checks.recorder import Recorder
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Scored, Site
-from inrun.errors import StepError
+from inrun.errors import RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, Way
-from inrun.layers.reads import Root, Track, Tracked, UnreadableError
+from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 from inrun.torch_private import current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
-#: Returns the layout of a call: site, shape, samples.
-LayoutOf = Callable[[Site, torch.Size, int], Layout]
+
+
+class Verified(Protocol):
+    """What looks at the rows have shown (``RowCheck``)."""
+
+    def layout(self, site: Site, shape: torch.Size, n: int) -> Layout:
+        """Return the layout of a call."""
+        ...
+
+    def reads(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...], n: int) -> None:
+        """Take note of an operation on what is read."""
+        ...
+
+
+#: What is taken for the number of samples where these are documents: no dimension has it, so that nothing is told by a shape.
+DOCUMENTS = 1 << 62
+
+
+def samples_of(micro: Microbatch) -> int:
+    """Return the number of samples by which shapes tell where parameters that are read meet them."""
+    return micro.n if micro.documents is None else DOCUMENTS
 
 
 def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
@@ -69,7 +90,7 @@ class RecordingReader:
         """Look up, and disturb one sample's rows where that is wanted."""
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
-        return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n)
+        return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n, rows)
 
     def check(self, track: Track, operation: Any) -> None:
         """A forward of an autograd function, or one without gradient, is not followed."""
@@ -83,11 +104,22 @@ class RecordingReader:
         """Note them: no sample may move them."""
         self.recorder.note_constants(UnreadableError(track, operation), others)
 
-    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
+    def decides(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...]) -> None:
+        """Note it: the look that is being taken verifies it."""
+        roots = roots_of(tracks)
+        place = self.recorder.reads[roots]
+        self.recorder.reads[roots] += 1
+        self.recorder.readings.add(reading_of(operation, roots, shapes, self.n, place))
+
+    def cannot_follow(self, problem: UnreadableError) -> None:
+        """The look deals with it."""
+
+    def spread(self, track: Track, dim: int, size: int, dims: int, met: Tensor | None = None) -> Tensor:
         """Expand, and disturb one sample's copy where that is wanted."""
         if track.made_apart is not None and len(track.roots) > 1:
             raise UnreadableError(track, "an operation, mixed with other parameters")
-        return self.recorder.spread({root.site for root in track.roots}, expanded(track.plain, dim, size, dims), dim, self.n)
+        sites = {root.site for root in track.roots}
+        return self.recorder.spread(sites, expanded(track.plain, dim, size, dims), dim, self.n, met)
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Note whose rows ``x`` has."""
@@ -112,13 +144,13 @@ class ScoringReader:
     """Scores every use of the parameters that one microbatch reads."""
 
     def __init__(
-        self, micro: Microbatch, layout: LayoutOf, form: str, in_forward: Callable[[], bool], calls: dict[Any, Call]
+        self, micro: Microbatch, rows: Verified, form: str, in_forward: Callable[[], bool], calls: dict[Any, Call]
     ) -> None:
         """Refer to the microbatch weakly: tracked tensors live as long as the graph. ``in_forward``: whether the model runs.
 
         ``calls`` are products as they were at other steps: most are the same.
         """
-        self._micro, self.layout, self.form, self.n = weakref.ref(micro), layout, form, micro.n
+        self._micro, self.rows, self.form, self.n = weakref.ref(micro), rows, form, samples_of(micro)
         self.in_forward, self._calls = in_forward, calls
 
     def check(self, track: Track, operation: Any) -> None:
@@ -186,7 +218,19 @@ class ScoringReader:
         """Hand out a parameter to a batch of one sample: all of its gradient is the sample's."""
         return self.spread(track, 0, 1, track.plain.dim() + 1)[0]
 
-    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
+    def decides(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...]) -> None:
+        """Have it verified after the forward, unless a look has shown it."""
+        self.rows.reads(operation, tracks, shapes, self.n)
+
+    def cannot_follow(self, problem: UnreadableError) -> None:
+        """Let the modules go through the fallback from now on; in the forward that runs it is too late for that."""
+        give_up(problem.sites, str(problem), unreadable(problem, self.n))
+        raise RowOwnershipError(
+            f"{problem}, which no look at the rows had shown; nothing was scored. The module goes through the fallback from now "
+            "on: run this step again."
+        ) from problem
+
+    def spread(self, track: Track, dim: int, size: int, dims: int, met: Tensor | None = None) -> Tensor:
         """Expand, and have the gradients of the copies."""
         if (root := track.made_apart) is not None:
             assert root.copies is not None
@@ -203,7 +247,7 @@ class ScoringReader:
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Multiply in the shared form, or as the framework does."""
         site = next(iter(weight.roots)).site
-        layout = self.layout(site, x.shape, self.n)
+        layout = self.rows.layout(site, x.shape, self.n)
         if layout in SHARED:
             raise UnreadableError(weight, F.linear)
         tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})
@@ -258,7 +302,7 @@ class ScoringReader:
     def convolve(self, func: Any, x: Tensor, weight: Track, bias: Track | Tensor | None, options: dict[str, Any]) -> Tensor:
         """Convolve as the framework does, and have the gradients of weight and bias."""
         site = next(iter(weight.roots)).site
-        if self.layout(site, x.shape, self.n) not in ("rows", "flat"):
+        if self.rows.layout(site, x.shape, self.n) not in ("rows", "flat"):
             raise UnreadableError(weight, func)
         made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
         tracks = {"weight": weight} | ({"bias": bias} if isinstance(bias, Track) else {})

@@ -26,9 +26,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Layout = Literal["rows", "flat", "free", "bare", "apart", "second", "cycled"]
+Pattern = tuple[Any, ...]
 #: Every sample shares the tensor.
 SHARED: tuple[Layout, ...] = ("free", "bare", "apart")
 TURNED = ("second", "cycled")
+
+
+def pattern_of(shape: torch.Size, n: int) -> Pattern:
+    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
+    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
+    return (kinds, len(shape) > 0 and shape[0] % n == 0)
 
 
 def turned(x: Tensor, n: int, layout: str) -> Tensor:

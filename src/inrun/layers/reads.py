@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inrun.errors import CoverageError
+from inrun.layers.layout import pattern_of
 from inrun.torch_private import attention_body
 
 T = torch.Tensor
@@ -60,6 +61,11 @@ VIEWS = {
 }
 
 
+#: Operations that only ask what a tensor is like.
+ASKING = {
+    *(T.shape.__get__, T.dtype.__get__, T.device.__get__, T.ndim.__get__, T.requires_grad.__get__),  # type: ignore[attr-defined]
+    *(T.size, T.dim, T.numel, T.is_floating_point, T.is_contiguous, T.stride, T.__len__),
+}
 #: Operations whose results have no gradient.
 CUT = {T.detach, T.data.__get__, T.grad.__get__}  # type: ignore[attr-defined, union-attr]
 #: Parts of the names of operations that draw random numbers, which would draw others when they run again.
@@ -116,6 +122,11 @@ class Track:
         return next((root for root in self.roots if root.call is not None), None)
 
 
+#: One operation on what is read: what it is, of which parameters, and the patterns of all shapes by which its kind is chosen; and
+#: how many operations on these there were before in the forward: a table may come to have the shape of another's samples.
+Reading = tuple[Any, ...]
+
+
 class Reader(Protocol):
     """The engine, as tracked tensors see it."""
 
@@ -130,8 +141,19 @@ class Reader(Protocol):
         """Take note that a backward begins at the tensor, with this gradient: a reentrant checkpoint has returned it."""
         ...
 
-    def spread(self, track: Track, dim: int, size: int, dims: int) -> Tensor:
-        """Return the tensor with ``dims`` dimensions and ``size`` copies along ``dim``, one (or a block) per sample."""
+    def decides(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...]) -> None:
+        """Take note that shapes decide what becomes of an operation: a look must have shown that they decide rightly."""
+        ...
+
+    def cannot_follow(self, problem: UnreadableError) -> None:
+        """Take note that an operation is of no known kind; the error is raised unless another one is raised here."""
+        ...
+
+    def spread(self, track: Track, dim: int, size: int, dims: int, met: Tensor | None = None) -> Tensor:
+        """Return the tensor with ``dims`` dimensions and ``size`` copies along ``dim``, one (or a block) per sample.
+
+        ``met`` is the tensor of the samples, if there is one.
+        """
         ...
 
     def look_up(self, table: Track, rows: Tensor) -> Tensor:
@@ -205,6 +227,14 @@ def _mapped(tree: Any, change: Callable[[Tracked], Any]) -> Any:
 def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation with tracked arguments."""
     tracks = list(_tracks((*args, *kwargs.values())))
+    try:
+        return _operate(func, args, kwargs, tracks)
+    except UnreadableError as problem:
+        tracks[0].reader.cannot_follow(problem)
+        raise
+
+
+def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) -> Any:
     reader = tracks[0].reader
     if func is F.multi_head_attention_forward:
         return attention_body()(*args, **kwargs)
@@ -214,6 +244,8 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is torch.autograd.backward:
         _note_leaving(args, kwargs)
     n = reader.n
+    if func not in ASKING:
+        reader.decides(func, tracks, tuple(_shapes((*args, *kwargs.values()), func in REPEATING)))
     met = [x for x in _plain_tensors((*args, *kwargs.values())) if sample_dim(x.shape, n) is not None]
     if met and func in LINEAR:
         return _linear(reader, func, args, kwargs)
@@ -249,6 +281,28 @@ def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _derived(func, args, kwargs, out, tracks, reader)
 
 
+def _shapes(tree: Any, sizes: bool) -> Iterator[Any]:
+    """Yield the shapes of all tensors, with whether they are tracked, and sizes where an operation is told them."""
+    for x in tree:
+        if isinstance(x, Tensor):
+            yield (True, x.track.plain.shape) if isinstance(x, Tracked) else (False, x.shape)
+        elif isinstance(x, (list, tuple)):
+            yield from _shapes(x, sizes)
+        elif sizes and isinstance(x, int):
+            yield x
+
+
+def roots_of(tracks: list[Track]) -> tuple[Any, ...]:
+    """Return the parameters behind some tensors."""
+    return tuple((root.site, root.name) for track in tracks for root in track.roots)
+
+
+def reading_of(operation: Any, roots: tuple[Any, ...], shapes: tuple[Any, ...], n: int, place: int) -> Reading:
+    """Reduce an operation on what is read to what decides about it: parameters, and patterns of shapes."""
+    patterns = tuple(pattern_of(torch.Size([x]), n) if isinstance(x, int) else (x[0], pattern_of(x[1], n)) for x in shapes)
+    return (operation, roots, patterns, place)
+
+
 def _note_leaving(args: Any, kwargs: dict[str, Any]) -> None:
     """Tell of tracked tensors at which a backward begins."""
     given = dict(zip(("tensors", "grad_tensors"), args, strict=False)) | kwargs
@@ -274,6 +328,8 @@ def _derived(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: lis
 
 def _one(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader, place: int | None) -> Any:
     cut = torch.is_grad_enabled() and isinstance(out, Tensor) and not out.requires_grad
+    if isinstance(out, Tensor) and out.is_complex() and not cut and func not in CUT:
+        raise UnreadableError(tracks[0], func)  # has gradient, and functions of the parameter are followed in real numbers
     if not isinstance(out, Tensor) or not out.is_floating_point() or cut or func in CUT:
         return out
     roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]] = {}
@@ -339,7 +395,7 @@ def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], m
         place = dim - (dims - len(shape))
         if len(shape) > dims or (place >= 0 and shape[place] != 1):
             raise UnreadableError(x.track, func)
-        return reader.spread(x.track, dim, widest.shape[dim], dims)
+        return reader.spread(x.track, dim, widest.shape[dim], dims, widest)
 
     return func(*_mapped(args, copies), **_mapped(kwargs, copies))
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.engine.checks.recorder import Entry, Pattern, Recorder, moved_rows, pattern_of
+from inrun.engine.checks.recorder import Entry, Recorder, moved_rows
 from inrun.engine.documents import Documents
 from inrun.engine.quiet import Arguments
 from inrun.engine.sites import Site
 from inrun.errors import RowOwnershipError
 from inrun.layers import Packing
+from inrun.layers.layout import Pattern, pattern_of
 from inrun.layers.trees import flatten, tensors_of, unflatten
 
 log = logging.getLogger("inrun")

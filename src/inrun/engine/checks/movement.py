@@ -1,4 +1,4 @@
-"""Whose entries moved: how the rows of a tensor are laid out, told by what moves when one sample does."""
+"""Whose entries moved: how the rows of a tensor may be laid out, told by what moves when one sample does."""
 
 from __future__ import annotations
 
@@ -34,34 +34,43 @@ def entry_of(x: Tensor) -> Entry:
     return Entry(None, x.shape, fingerprint(x), columns=fingerprint(x.transpose(0, 1)) if x.dim() > 1 else None)
 
 
-def moves_only(before: Entry, after: Entry, n: int, sample: int) -> bool:
-    """Whether one sample's entries alone moved, wherever the samples are."""
+def possible_layouts(before: Entry, after: Entry, n: int, sample: int, anywhere: bool = False) -> set[Layout] | None:
+    """Return the layouts in which one sample's entries alone moved, none if others did; None if nothing moved.
+
+    Layers that treat all positions alike may have the samples in the second dimension; ``anywhere`` asks for all layouts.
+    """
     moved = moved_rows(before.rows, after.rows)
     if not bool(moved.any()):
-        return True
-    if len(moved) % n == 0 and (only_block(moved, n, sample) or _only_every(moved, n, sample)):
-        return True
-    return _only_column(before, after, n, sample)
-
-
-def classify(entry: Entry, moved: Tensor, n: int, sample: int, after: Entry | None = None) -> Layout | None:
-    """Return the layout of a call of which one sample's rows may move, None if nothing moved; raise if others did."""
-    if not bool(moved.any()):
         return None
-    size = entry.shape[0]
+    size = before.shape[0]
+    found: set[Layout] = set()
     if size % n == 0 and only_block(moved, n, sample):
-        return "rows" if size == n else "flat"
+        found.add("rows" if size == n else "flat")
+    if anywhere or (before.site is not None and before.site.rule.turns and before.output is None):
+        if _only_column(before, after, n, sample):
+            found.add("second")
+        if size > n and _only_every(moved, n, sample):
+            found.add("cycled")
+    return found
+
+
+#: What is taken where several layouts are possible and nothing else tells.
+_ORDER: tuple[Layout, ...] = ("rows", "flat", "second", "cycled")
+
+
+def chosen(layouts: set[Layout], known: Layout | None) -> Layout:
+    """Return the layout that is known, if it is possible, or the most usual of the possible ones."""
+    return known if known is not None and known in layouts else next(x for x in _ORDER if x in layouts)
+
+
+def inseparable(entry: Entry, moved: Tensor, n: int) -> RowOwnershipError:
+    """Return what to raise where other samples' entries moved, too."""
     assert entry.site is not None
-    if after is not None and entry.site.rule.turns and entry.output is None:
-        if _only_column(entry, after, n, sample):
-            return "second"
-        if _only_every(moved, n, sample):
-            return "cycled"
-    module = entry.site.module
+    module, size = entry.site.module, entry.shape[0]
     hint = ""
     if getattr(module, "batch_first", True) is False:
         hint = " It has batch_first=False: rebuild it with batch_first=True."
-    raise RowOwnershipError(
+    return RowOwnershipError(
         f"rows at {entry.site.name or 'the model itself'} ({type(module).__name__}) do not separate by sample: exchanging "
         f"one of {n} samples moved {int(moved.sum())} of {size} leading rows of a tensor of shape {tuple(entry.shape)}. "
         "Put the sample first (sequence-first, gathered, window-partitioned and packed tensors cannot be scored)." + hint

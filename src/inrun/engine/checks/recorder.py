@@ -13,16 +13,9 @@ from torch import Tensor
 from inrun.engine.sites import Site
 from inrun.errors import RowOwnershipError
 from inrun.layers import Packing, RecordedCall
-from inrun.layers.reads import Tracked, UnreadableError
+from inrun.layers.layout import Pattern, pattern_of
+from inrun.layers.reads import Reading, Tracked, UnreadableError
 from inrun.layers.trees import float_tensors
-
-Pattern = tuple[Any, ...]
-
-
-def pattern_of(shape: torch.Size, n: int) -> Pattern:
-    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
-    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
-    return (kinds, len(shape) > 0 and shape[0] % n == 0)
 
 
 @dataclass
@@ -47,6 +40,16 @@ class Constant:
     problem: UnreadableError
     shape: torch.Size
     print: Tensor
+
+
+@dataclass
+class Meeting:
+    """One use of a parameter that is read, in which it was given one copy per sample, since a shape said so."""
+
+    sites: set[Site]
+    #: One fingerprint per sample of the tensor that it met, and per index of the other dimension that has n; None for none.
+    rows: Tensor | None = None
+    others: Tensor | None = None
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -81,22 +84,27 @@ class Recorder:
         with_grad: bool = False,
         apart: frozenset[tuple[Site, Pattern]] = frozenset(),
         samples: int = 0,
+        only: int | None = None,
     ) -> None:
         """Optionally disturb row ``row`` of the output of call ``disturb``, or expand the outputs of some calls.
 
         A leading dimension of 1 is expanded as a batch of one, but for the calls ``bare``.
 
         ``disturb_copy`` disturbs the copy of sample ``row`` in every expanded output, ``disturb_spread`` a sample's copy of
-        every parameter that is read and meets the samples by broadcasting. ``with_grad`` runs the forward with gradient. Outputs of
-        calls ``apart`` are handed out as what is read is, since they are worked on before they meet the ``samples``. With a
-        ``packing``, what has positions is noted position by position instead of row by row.
+        every parameter that is read and meets the samples by broadcasting (or in the meeting ``only`` alone). ``with_grad`` runs
+        the forward with gradient. Outputs of calls ``apart`` are handed out as what is read is, since they are worked on before
+        they meet the ``samples``. With a ``packing``, what has positions is noted position by position instead of row by row.
         """
         self.packing, self.apart, self.samples = packing, apart, samples
-        self.disturb_spread, self.with_grad = disturb_spread, with_grad
+        self.disturb_spread, self.only, self.with_grad = disturb_spread, only, with_grad
         #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
         self.constants: list[Constant] = []
-        #: Modules whose parameters are read and met the samples by broadcasting.
-        self.spreading: set[Site] = set()
+        #: Where parameters that are read were given one copy per sample.
+        self.meetings: list[Meeting] = []
+        #: All that was done with parameters that are read, as far as shapes decided about it.
+        self.readings: set[Reading] = set()
+        #: How many operations there were, by parameters.
+        self.reads: Counter[Any] = Counter()
         self.disturb_copy = disturb_copy
         #: The forward has ended.
         self.over = False
@@ -165,11 +173,15 @@ class Recorder:
         """Note tensors that no sample may move."""
         self.constants += [Constant(problem, x.shape, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
 
-    def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int) -> Tensor:
-        """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's."""
-        self.spreading |= sites
+    def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int, met: Tensor | None = None) -> Tensor:
+        """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's.
+
+        ``met`` is the tensor that it meets, with the samples in the same dimension.
+        """
+        index = len(self.meetings)
+        self.meetings.append(_meeting(sites, met, dim, n))
         copies = copies.clone()  # always: other strides may round in another way
-        if self.disturb_spread is None:
+        if self.disturb_spread is None or self.only not in (None, index):
             return copies
         block = copies.shape[dim] // n
         disturb(copies.narrow(dim, self.disturb_spread * block, block))
@@ -190,6 +202,14 @@ class Recorder:
             if x.dim() > 0:
                 self.entries.append(Entry(site, x.shape, self._print(x), output=index))
         return out
+
+
+def _meeting(sites: set[Site], met: Tensor | None, dim: int, n: int) -> Meeting:
+    if met is None:
+        return Meeting(sites)
+    others = met.movedim(1 - dim, 0) if met.dim() > 1 and met.shape[0] == met.shape[1] == n else None
+    rows = fingerprint(met.movedim(dim, 0).reshape(n, -1))
+    return Meeting(sites, rows, None if others is None else fingerprint(others))
 
 
 def moved_rows(before: Tensor, after: Tensor) -> Tensor:

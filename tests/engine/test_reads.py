@@ -1,0 +1,175 @@
+"""Parameters that are read: what shapes say about them must show, or they go through the fallback, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import inrun
+from inrun.errors import CoverageError, RowOwnershipError
+from reference import contributions, gradients, relative_error, sample_gradients
+
+D, WORDS = 6, 11
+
+
+def words(n: int, t: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, WORDS, (n, t), generator=torch.Generator().manual_seed(seed))
+
+
+def floats(n: int, t: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, t, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loss_of(made: Tensor) -> Tensor:
+    return made if made.dim() == 0 else made.square().sum()
+
+
+def score(model: nn.Module, x: Tensor, held_out: Tensor, steps: int = 2) -> tuple[inrun.Accountant, float]:
+    """Take steps; return the accountant and the worst error of scores."""
+    model = model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    value = lambda m: loss_of(m(held_out)).sin()  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=1)
+    worst, n = 0.0, len(x)
+    for _ in range(steps):
+        twin = copy.deepcopy(model)
+        params = list(twin.parameters())
+        g_n = sample_gradients(lambda j: loss_of(twin(x[j : j + 1])), n, params)  # noqa: B023
+        truth = contributions(g_n, [torch.full_like(p, 0.05) for p in params], gradients(value(twin), params))
+        optimizer.zero_grad()
+        with accountant.step(range(n)):
+            loss_of(model(x)).backward()
+            optimizer.step()
+        worst = max(worst, relative_error(accountant.last.contributions["validation"], truth))
+    return accountant, worst
+
+
+class Scaled(nn.Module):
+    """Reads a parameter behind its last layer, sequence-first; returns its loss or what it has computed."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, D), nn.Linear(D, WORDS)
+        self.scale, self.returns = nn.Parameter(torch.rand(WORDS) + 0.5), returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.head(torch.tanh(self.words(x))).transpose(0, 1) * self.scale
+        return made.square().sum() if self.returns == "loss" else made if self.returns == "sequence-first" else made.transpose(0, 1)
+
+
+@pytest.mark.parametrize("returns", ["loss", "sequence-first"])
+def test_as_many_positions_as_samples_behind_the_last_layer_are_refused(returns: str) -> None:
+    """The shape says that positions are samples; nothing behind says otherwise, but what the parameter met does."""
+    torch.manual_seed(0)
+    with pytest.raises((CoverageError, RowOwnershipError), match="the model itself"):
+        score(Scaled(returns), words(4, 4), words(3, 4, 1))
+
+
+def test_they_are_scored_where_the_model_shows_the_rows() -> None:
+    torch.manual_seed(0)
+    assert score(Scaled("batch-first"), words(4, 4), words(3, 4, 1))[1] < 1e-9
+
+
+def test_control_with_another_number_of_positions_a_loss_is_enough() -> None:
+    """What the parameter met has moved with the samples, in the dimension that was taken for theirs."""
+    torch.manual_seed(0)
+    accountant, error = score(Scaled("loss"), words(4, 5), words(3, 5, 1))
+    assert error < 1e-9
+    assert not any(site.rule.replays for site in accountant._run.capture.sites)
+
+
+class Queries(nn.Module):
+    """A learned query, expanded, that nothing but the loss shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.inner = nn.Parameter(torch.randn(D)), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x).sum(1) * self.query.expand(len(x), -1)).square().sum()
+
+
+def test_copies_that_nothing_shows_are_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises((CoverageError, RowOwnershipError), match="the model itself"):
+        score(Queries(), floats(4, 5), floats(3, 5, 1))
+
+
+class Spectral(nn.Module):
+    """A real parameter, used as complex numbers (FNO)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(D, D), nn.Parameter(torch.randn(D, D, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.inner(x).transpose(1, 2))
+        mixed = torch.einsum("bil,iol->bol", spectrum, torch.view_as_complex(self.weight))
+        return torch.fft.irfft(mixed, n=x.shape[1]).tanh()
+
+
+class Rotated(nn.Module):
+    """Learned frequencies of rotations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.frequencies = nn.Linear(D, D), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(x.shape[1]).double(), self.frequencies)
+        turned = torch.view_as_complex(self.inner(x).view(*x.shape[:2], 3, 2)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(turned).flatten(2).tanh()
+
+
+@pytest.mark.parametrize("module", [Spectral, Rotated])
+def test_parameters_that_become_complex_go_through_the_fallback(module: Any) -> None:
+    torch.manual_seed(0)
+    assert score(module(), floats(4, 5), floats(3, 5, 1))[1] < 1e-9
+
+
+class Decoder(nn.Module):
+    """Learned queries into a decoder (DETR, Q-Former): its first layers see no sample."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, 2, 8, 0.0, batch_first=batch_first), 1)
+        self.queries, self.batch_first = nn.Parameter(torch.randn(7, D)), batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        if self.batch_first:
+            return self.decoder(self.queries.unsqueeze(0).expand(n, -1, -1), x)
+        return self.decoder(self.queries.unsqueeze(1).expand(-1, n, -1), x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("n", [4, 7])
+def test_learned_queries_are_followed_through_layers_that_see_no_sample(batch_first: bool, n: int) -> None:
+    torch.manual_seed(0)
+    accountant, error = score(Decoder(batch_first), floats(n, 5), floats(3, 5, 1))
+    assert error < 1e-9
+    if n == 4:
+        assert not any(site.rule.replays for site in accountant._run.capture.sites)
+
+
+class Multiplies(nn.Module):
+    """Multiplies a table of positions by a weight that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.weight = nn.Embedding(WORDS, D), nn.Parameter(torch.randn(D, D))
+        self.register_buffer("table", torch.randn(16, D))
+        self.head = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(x) + nn.functional.linear(self.table[: x.shape[1]], self.weight)))
+
+
+@pytest.mark.parametrize("n", [3, 8, 16])
+def test_products_without_samples_go_through_the_fallback_where_shapes_say_otherwise(n: int) -> None:
+    torch.manual_seed(0)
+    assert score(Multiplies(), words(n, 16), words(3, 16, 1))[1] < 1e-9
