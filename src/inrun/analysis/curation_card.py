@@ -31,6 +31,8 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
         f"{sum(found.skipped.values()):,} steps not scored)",
         f"- {c.unused:,} {c.unit} were never used in training and have no score: {_unused(c)}",
     ]
+    if c.withheld:
+        lines.append(f"- {c.withheld:,} {c.unit} were not there to train on, as those of validation sets")
     if c.without_metadata:
         lines.append(f"- {c.without_metadata:,} samples were used and have no metadata: they are in neither file")
     lines.append(
