@@ -412,6 +412,15 @@ def test_unknown_places(client):
     assert client.get("/api/runs/7/marks.jsonl").status_code == 404
 
 
+def test_half_a_character_is_refused(client):
+    """JSON can spell a lone surrogate; DuckDB cannot take it."""
+    filters = '[["c:domain", "is", "\\ud800"]]'
+    assert json.loads(filters)[0][2] == "\ud800"
+    for path in (f"{RUN}/samples", f"{RUN}/scatter"):
+        told = client.get(path, params={"filters": filters})
+        assert told.status_code == 400 and "lone surrogate" in told.text
+
+
 def test_values_of_searches_are_only_bound(client):
     for text in ("' OR 1=1 --", '"; DROP TABLE r0.items; --', "%", "_", "$q0_", "\\", "{v}", "\x00", "\u202e"):
         assert page(client, search=text)["total"] == 0, text

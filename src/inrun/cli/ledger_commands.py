@@ -171,7 +171,7 @@ def groups(
         _say_left_out(out)
         unknown = queries.info(run).used_without_metadata
         if unknown:
-            click.echo(f"{unknown:,} used samples have no metadata; they are the group {show.NO_METADATA}")
+            click.echo(f"{unknown:,} used samples have no metadata; they are the group {queries.NO_VALUE}")
 
 
 @click.command(epilog="\b\nExamples:\n  inrun info runs/mine\n  inrun info runs/mine --json\n")

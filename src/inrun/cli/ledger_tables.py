@@ -14,14 +14,13 @@ import click
 import pyarrow as pa
 
 from inrun.analysis.curate import Curation
-from inrun.analysis.queries import Agreement, Info
+from inrun.analysis.queries import NO_VALUE, Agreement, Info
 from inrun.analysis.shares import Shares, money
 from inrun.cli.grid import Grid, Heading
 from inrun.cli.text import printable
 from inrun.ledger import SIGN
 from inrun.report.text import counted
 
-NO_METADATA = "(no metadata)"
 #: What spreadsheets take for the beginning of a formula, wide forms included.
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 #: Groups shown on a terminal, per validation set.
@@ -92,7 +91,7 @@ def rows_of(batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[dict[str, 
 
 
 def _text(value: Any, width: int = 40) -> str:
-    return printable(NO_METADATA if value is None else " ".join(str(value).split()), width)
+    return printable(NO_VALUE if value is None else " ".join(str(value).split()), width)
 
 
 def _number(value: float | None, form: str = "+.5g") -> str:
@@ -195,7 +194,7 @@ def print_info(i: Info) -> None:
         say(f"             {count:,}: {printable(reason, 200)}")
     say(f"rows       {i.rows:,} contributions, {i.nbytes:,} bytes in all")
     if i.credit == "whole":
-        say(f"credit     whole: {i.settled:,} steps settled, {i.pending:,} pending; {i.credit_rows:,} credits")
+        say(f"credit     whole: {counted(i.settled, 'step')} settled, {i.pending:,} pending; {i.credit_rows:,} credits")
     named = [printable(n, 60) + (f" ({k} folds)" if k > 1 else "") for n, k in i.validation.items()]
     more = f" and {len(named) - 12} more" if len(named) > 12 else ""
     say(f"validation {', '.join(named[:12]) or 'none yet'}{more}")

@@ -56,7 +56,7 @@ def print_replayed(r: Replayed) -> None:
             f"  {len(r.skipped)} step{'s' * (len(r.skipped) != 1)} could not be scored (step {step}: {printable(reason, 200)})"
         )
     if r.mode != "exact":
-        click.echo(f"  looked at from {r.mode}: up to {r.furthest:,} steps away from a checkpoint")
+        click.echo(f"  looked at from {r.mode}: up to {r.furthest:,} step{'s' * (r.furthest != 1)} away from a checkpoint")
     elif r.passed:
         worst = max(r.passed, key=lambda p: p.difference)
         equal = (
@@ -67,7 +67,7 @@ def print_replayed(r: Replayed) -> None:
         click.echo(f"  trained again past {len(r.passed)} checkpoint{'s' * (len(r.passed) != 1)}: {equal}")
     for c in r.check:
         what = f"{printable(c.validation, 40)}, which was scored live: Spearman {c.spearman:.4f}, Pearson {c.pearson:.4f}"
-        what += "" if c.steps == r.scored else f" over the {c.steps:,} steps whose uses are paid in full"
+        what += "" if c.steps == r.scored else f" over the {c.steps:,} step{'s' * (c.steps != 1)} whose uses are paid in full"
         click.echo(f"  {what}, total {c.total:.4f} of live")
     if r.unchecked:
         click.echo(f"  not compared with live scores: {r.unchecked}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from inrun.analysis.queries import NO_VALUE
 from inrun.errors import ConfigurationError
 from inrun.explorer.ask import column, question, set_place
 from inrun.explorer.pages import whole
@@ -180,7 +181,7 @@ def _stages(tables: Tables, name: str, labels: list[str], stages: int) -> dict[s
     if rest:
         known[MOST_GROUPS] = (f"{rest:,} other groups", None, int(rest_samples))
     if any(r[0] == -1 for r in rows):
-        known[-1] = ("(no value)", None, None)
+        known[-1] = (NO_VALUE, None, None)
     found: list[dict[str, Any]] = []
     for number, (shown, value, count) in known.items():
         totals, uses = [0.0] * stages, [0] * stages

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import stdev
 from typing import Any
 
-from inrun.analysis.queries import CLEAR
+from inrun.analysis.queries import CLEAR, NO_VALUE
 from inrun.ledger.tables import Tables, quoted
 from inrun.report.findings import Findings
 from inrun.report.panel import Panel
@@ -19,7 +19,7 @@ from inrun.statistics import errors_away
 
 #: Stages of training; groups that get a colour; groups with a row in the tables.
 STAGES, MOST_COLOURS, MOST_ROWS = 20, 16, 24
-NO_METADATA, OTHER = "(no metadata)", "other"
+OTHER = "other"
 
 
 @dataclass
@@ -104,7 +104,7 @@ def _labels(kinds: list[str | None]) -> list[str]:
     """Return names to show; two that look alike once made visible are told apart."""
     labels: list[str] = []
     for kind in kinds:
-        label = NO_METADATA if kind is None else one_line(kind, 80)
+        label = NO_VALUE if kind is None else one_line(kind, 80)
         while label in labels:
             label += " ′"
         labels.append(label)
