@@ -75,3 +75,17 @@ def finished(path: Path, steps: int, **more: Any) -> Path:
     run.steps(steps)
     run.ledger.close()
     return run.path
+
+
+def numbered(path: Path, documents: list[int], pieces: int = 3) -> Path:
+    """A run as `inrun train` writes it: ids are the numbers of pieces, and a document is worth its own number."""
+    rows = [
+        {"sample_id": pieces * n + k, "document": f"d{d}", "text": f"{d}/{k}"}
+        for n, d in enumerate(documents)
+        for k in range(pieces)
+    ]
+    with Ledger(path) as ledger:
+        ids, values = [r["sample_id"] for r in rows], [float(r["document"][1:]) - 5.5 for r in rows]
+        ledger.write(StepRecord(0, ids, {"v": values}, [{"step": 0, "validation": "v"}]))
+        ledger.register_samples(rows)
+    return path

@@ -112,7 +112,7 @@ PAYLOADS: list[str] = [
     "null",
     "NaN",
     "other",
-    "(no metadata)",
+    "(no value)",
     "=",
     "data:text/html;base64,PHNjcmlwdD5hbGVydCgxKTwvc2NyaXB0Pg==",
     "window.__pwned=1",

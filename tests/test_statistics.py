@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from inrun.statistics import binomial_quantile, gauss_legendre, pearson, ranks, spearman, student_quantile, student_tail
+from inrun.statistics import (
+    binomial_quantile,
+    errors_away,
+    gauss_legendre,
+    pearson,
+    ranks,
+    spearman,
+    student_quantile,
+    student_tail,
+)
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40))
@@ -67,3 +76,11 @@ def test_binomial_quantile(n: int) -> None:
         for tail in (0.05, 0.01, 1e-4):
             c = binomial_quantile(tail, n, p)
             assert stats.binom.sf(c, n, p) <= tail and (c == 0 or stats.binom.sf(c - 1, n, p) > tail)
+
+
+@pytest.mark.parametrize("groups", [1, 5, 12])
+def test_errors_away(groups: int) -> None:
+    assert [errors_away(groups, folds) for folds in (0, 1, 2)] == [None] * 3
+    for folds in (3, 4, 8):
+        assert errors_away(groups, folds) == pytest.approx(stats.t.isf(0.025 / groups, folds - 1))
+    assert stats.t.isf(0.025 / 5, 1) > 60  # what two folds would ask for

@@ -66,6 +66,20 @@ def student_quantile(tail: float, freedom: int) -> float:
     return high
 
 
+#: How often some group of a column may be called clear though none did anything; folds from which on that can be said.
+FALSE_GROUPS, ENOUGH_FOLDS = 0.05, 3
+
+
+def errors_away(groups: int, folds: int) -> float | None:
+    """Return how many standard errors over folds one of some groups must be away from zero to be clear of it.
+
+    Errors of a few folds are rough themselves, and the best of many groups is far out by chance: Student's quantile with
+    folds − 1 degrees, such that of groups that did nothing some is farther away, on either side, in one run of twenty at most.
+    None with fewer than three folds: with two it is dozens of errors (64 for five groups), which says nothing of most groups.
+    """
+    return None if folds < ENOUGH_FOLDS else student_quantile(FALSE_GROUPS / 2 / max(groups, 1), folds - 1)
+
+
 @cache
 def binomial_quantile(tail: float, n: int, p: float) -> int:
     """Return the smallest c with P(X > c) ≤ ``tail``, X of n independent events of probability p, 0 < p < 1.

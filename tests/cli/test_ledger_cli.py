@@ -149,7 +149,7 @@ def test_tables_for_people(run) -> None:
     assert "± error" in text
     assert "rank agreement (Spearman) of 'f' and 'v' over 13 samples" in invoke(["scores"], run).output
     text = invoke(["groups"], run).output
-    assert "(no metadata)" in text
+    assert "(no value)" in text
     assert "1 used samples have no metadata" in text
     assert "clear of error" in text
     text = invoke(["info"], run).output
@@ -231,6 +231,8 @@ def test_an_empty_ledger_and_none_at_all(command, tmp_path) -> None:
     assert "no contributions yet" in str(result.exception)
     (tmp_path / "folder").mkdir()
     assert "holds no run" in str(invoke(command, str(tmp_path / "folder")).exception)
+    (tmp_path / "folder" / "config.yaml").write_text("steps: 10")  # as `inrun train` writes it, before it reads its data
+    assert "has no books yet: its training has only just begun" in str(invoke(command, str(tmp_path / "folder")).exception)
 
 
 def test_a_newer_schema(run, tmp_path) -> None:

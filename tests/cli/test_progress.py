@@ -116,3 +116,20 @@ def test_one_line_at_a_time_and_messages_above_it(tmp_path):
     assert lines and all(re.match(r"step \d/5 [━╸╺]{14} (\d\d:\d\d|--:--) loss 2\.000$", line) for line in lines), lines
     for screen in seen:
         assert sum(line.startswith(("starting", "tokenis", "step")) for line in screen) <= 1, screen
+
+
+def test_the_last_plain_line_is_what_was_told_last(capsys):
+    """The last step is told of twice, the second time with the losses of its evaluation: one line, with those."""
+    with progress(patience=1000.0, stays=True) as tell:
+        for step in range(1, 6):
+            tell(f"val {10 - step}", step, 5)
+        tell("val 4.5", 5, 5)
+        assert capsys.readouterr().err == "val 9: step 1/5\n"
+    assert capsys.readouterr().err == "val 4.5: step 5/5\n"
+    with pytest.raises(KeyError), progress(patience=1000.0, stays=True) as tell:
+        tell("a", 1, 1)
+        raise KeyError
+    assert capsys.readouterr().err == "a: step 1/1\n"
+    with progress(patience=1000.0) as tell:  # without ends nothing is due
+        tell("a", 1, 1)
+    assert capsys.readouterr().err == ""

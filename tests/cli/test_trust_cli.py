@@ -44,6 +44,8 @@ def test_verify_repair_and_merge(tmp_path: Path) -> None:
     joined = run("merge", str(here), str(there), "--out", str(tmp_path / "joined"))
     assert joined.returncode == 0, joined.stderr
     assert Ledger.open(tmp_path / "joined").contributions().num_rows == 16
+    told = json.loads(run("merge", str(here), str(there), "--out", str(tmp_path / "again"), "--json").stdout)
+    assert told == {"runs": [str(here), str(there)], "out": str(tmp_path / "again")}
     victim = sorted((there / "contributions").glob("*.parquet"))[1]
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 4

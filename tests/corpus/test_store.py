@@ -211,7 +211,7 @@ def test_nothing_usable_is_an_error_that_says_why(tmp_path) -> None:
         with pytest.raises(DataError, match=r"2 no text field.*a.jsonl:1: there is no field 'text'; known fields are 'content'"):
             build_store(path, Fields(), BYTES, tmp_path / "cache")
     (tmp_path / "b.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match="it is empty"):
+    with pytest.raises(DataError, match=r"the data \(.*b\.jsonl\) holds no document that can be used:\nit is empty"):
         build_store(tmp_path / "b.jsonl", Fields(), BYTES, tmp_path / "cache")
 
 

@@ -8,11 +8,12 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from explorer_runs import PATIENCE, SAMPLES, SOON, Written, finished
+from explorer_runs import PATIENCE, SAMPLES, SOON, Written, finished, numbered
 from explorer_serving import TOKEN
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.explorer.app import ASSETS, build_app
 from inrun.explorer.server import opened
+from inrun.ledger import Ledger, StepRecord
 from report_hostile import SETS, hostile_run
 from report_payloads import PAYLOADS
 
@@ -148,6 +149,31 @@ def test_curves_and_comparison(client):
         assert both["samples"] == sum(c[2] for c in both["cells"]) > 5 and "id" in both["keys"]
         gaps = [abs(m["gap"]) for m in both["moved"]]
         assert gaps == sorted(gaps, reverse=True) and len(gaps) == both["samples"]
+
+
+def test_ids_that_mean_other_samples_are_not_compared(tmp_path):
+    every = list(range(12))
+    runs = [numbered(tmp_path / "all", every), numbered(tmp_path / "same", every), numbered(tmp_path / "less", every[2:])]
+    with opened(runs, every=3600) as found:
+        client = client_of(found)
+
+        def compared(b, **more):
+            return client.get("/api/compare", params={"a": "0", "b": str(b), **more}).json()
+
+        same, less, forced = compared(1), compared(2), compared(2, key="id")
+        assert (same["key"], same["others"], same["samples"]) == ("id", 0, 36)
+        assert (less["key"], less["others"], less["samples"]) == ("c:document", 30, 10)
+        assert less["correlation"] == pytest.approx(1.0) and {m["key"] for m in less["moved"]} == {f"d{n}" for n in every[2:]}
+        assert (forced["key"], forced["others"], forced["samples"]) == ("id", 30, 30)  # as asked, and said
+    plain = [tmp_path / name for name in ("one", "two")]
+    for path, start in zip(plain, (0, 1), strict=True):
+        with Ledger(path) as ledger:
+            ledger.write(StepRecord(0, [0, 1], {"v": [1.0, 2.0]}, [{"step": 0, "validation": "v"}]))
+            if start:
+                ledger.register_samples([{"sample_id": 0, "text": "a"}, {"sample_id": 1, "text": "b"}])
+    with opened(plain, every=3600) as found:
+        told = client_of(found).get("/api/compare", params={"a": "0", "b": "1"}).json()
+        assert (told["key"], told["others"], told["samples"]) == ("id", None, 2)
 
 
 def test_values(client):
@@ -384,6 +410,15 @@ def test_unknown_places(client):
     for path in ("/api/runs/-1/samples", "/api/runs/x/samples", "/api", "/api/runs/0/nothing"):
         assert client.get(path).status_code == 404
     assert client.get("/api/runs/7/marks.jsonl").status_code == 404
+
+
+def test_half_a_character_is_refused(client):
+    """JSON can spell a lone surrogate; DuckDB cannot take it."""
+    filters = '[["c:domain", "is", "\\ud800"]]'
+    assert json.loads(filters)[0][2] == "\ud800"
+    for path in (f"{RUN}/samples", f"{RUN}/scatter"):
+        told = client.get(path, params={"filters": filters})
+        assert told.status_code == 400 and "lone surrogate" in told.text
 
 
 def test_values_of_searches_are_only_bound(client):

@@ -12,7 +12,7 @@ import pytest
 
 from chromium import AXE, BROWSER_TESTS, needs_axe
 from explorer_browser import Page
-from explorer_runs import PATIENCE, SOON, Written, samples
+from explorer_runs import PATIENCE, SOON, Written, numbered, samples
 from report_hostile import SETS, hostile_run
 from report_payloads import PAYLOADS
 from report_stories import tell_story
@@ -221,6 +221,7 @@ def test_two_sets_groups_and_runs(browser, story):
     assert len(browser.all("#loss-chart path")) == 1
     assert len(browser.all("#compare-chart rect")) > 50 and len(browser.all("#compare-table tbody tr")) == 20
     was = browser.find("#compare-caption").text
+    assert was.startswith("Compared sample by sample, by id. ")
     for field, value in (("compare-x", "docs"), ("compare-y", "docs"), ("compare-key", "id"), ("compare-a", 1), ("compare-b", 0)):
         browser.pick(field, value)
     assert browser.find("#compare-caption").text != was
@@ -230,6 +231,29 @@ def test_two_sets_groups_and_runs(browser, story):
     browser.pick("run", 0)
     assert browser.find("#title").text == "python-texts"
     browser.check_quiet(address)
+
+
+def test_runs_of_other_data_are_compared_by_document(browser, tmp_path):
+    from explorer_serving import TOKEN, serving
+
+    every = list(range(30))
+    runs = [numbered(tmp_path / "all", every), numbered(tmp_path / "curated", every[3:])]
+    with serving(*runs) as (address, _):
+        browser.open(address, TOKEN)
+        browser.click("#tab-runs")
+        caption = browser.find("#compare-caption").text
+        assert caption.startswith(
+            "Compared by document: the scores of all samples with the same one are added up (81 sample ids mean"
+        )
+        assert "27 documents. Correlation 1" in caption and browser.find("#compare-key").get_attribute("value") == "c:document"
+        assert browser.find("#compare-table th").text == "document"
+        browser.pick("compare-key", "sample id")
+        caption = browser.find("#compare-caption").text
+        assert caption.startswith("Careful: 81 sample ids mean pieces of different documents in the two runs, so unrelated samples")
+        browser.pick("compare-a", 1)
+        browser.pick("compare-b", 0)  # other runs, asked anew
+        assert browser.find("#compare-key").get_attribute("value") == "c:document"
+        browser.check_quiet(address)
 
 
 def test_keyboard_alone_is_enough(browser, story):

@@ -144,11 +144,11 @@ def test_much_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_names_that_look_alike_stay_apart() -> None:
-    assert charts._told_apart(["a\u200b", "a\u200b ", None, "(no metadata)"]) == [
+    assert charts._told_apart(["a\u200b", "a\u200b ", None, "(no value)"]) == [
         "a⟨U+200B⟩",
         "a⟨U+200B⟩ ′",
-        "(no metadata)",
-        "(no metadata) ′",
+        "(no value)",
+        "(no value) ′",
     ]
 
 

@@ -269,6 +269,8 @@ def test_what_is_refused(folder, monkeypatch, capsys):
     cases = [
         ([folder / "empty", "-v", new], 2, "not a run of `inrun train`"),
         ([run, "-v", folder / "none.jsonl"], 2, "there is no file"),
+        ([run, "-v", ""], 2, "names no file"),
+        ([run, "-v", "late="], 2, "names no file"),
         ([run, "-v", f"code={new}"], 2, "has a validation set 'code' already"),
         ([run, "-v", new, "-v", new], 2, "two validation sets"),
         ([run, "-v", new, "--where", "math"], 2, "KEY=VALUE"),
@@ -347,9 +349,28 @@ def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
     source = open_source(whole(folder, scoring={"method": "first"}), late(folder))
     assert source.credit == "step"
     result = replay(source, ["late"], folder / "out", Look("exact", credit="whole"), check=["code"])
-    assert result.credit == "whole" and result.check[0].steps == 0  # there is no live credit to hold it against
+    assert result.credit == "whole" and result.check == [] and "scored step by step" in result.unchecked
     a, b = (np.array([x[2] for x in credits(f, "late")]) for f in (folder / "out", live))
     assert np.allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max())
+
+
+def test_like_is_compared_with_like_or_nothing(folder, monkeypatch, capsys):
+    """A part of a run pays its last uses in part, and single steps are scored by another game: neither is what was live."""
+    source = open_source(whole(folder), late(folder))
+    part = replay(source, ["late"], folder / "part", steps=choose_steps(source, Look("exact"), limit=15), check=["code"])
+    (check,) = part.check
+    assert part.unchecked == "" and 0 < check.steps < 15 == part.scored
+    assert check.total == pytest.approx(1.0, rel=1e-3) and check.spearman > 0.999
+    paid = {s.step: s.credits["code"] for s in source.steps}
+    again = {(step, i): c for step, i, c in credits(folder / "part", "late")}
+    assert len(again) == 15 * 4 and len(paid) == 24  # all are in the books; only the comparison leaves some out
+    some = replay(source, ["late"], folder / "some", steps=choose_steps(source, Look("exact"), every=2), check=["code"])
+    assert some.check == [] and "these steps by the step game" in some.unchecked
+    few = replay(source, ["late"], folder / "few", steps=choose_steps(source, Look("exact"), limit=1), check=["code"])
+    assert few.check == [] and "no use was paid in full" in few.unchecked
+    code, out, err = command(monkeypatch, capsys, source.run, "-v", folder / "late.jsonl", "--every", "2", "--quiet")
+    assert code == 0 and "not compared with live scores: the run was scored by whole credit" in out, err
+    assert json.loads((source.run / "replays/late/replay.json").read_text())["unchecked"]
 
 
 def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, monkeypatch):

@@ -56,6 +56,7 @@ def without_folds(*groups):
     return told([dataclasses.replace(g, error=None) for g in groups], dist=scores(clear=None), folds=1)
 
 
+STDLIB, NOISE = group("stdlib", 9.0, 4.0, share=0.7), group("noise", -9.0, 4.0)
 BELOW = "20 of 100 samples are clearly below zero: see them, drop them."
 CASES = {
     "all": (
@@ -79,6 +80,39 @@ CASES = {
     "many hurt": (
         told([CODE, *(group(f"h{k}", -9.0 + k) for k in range(5))]),
         f"code helped val most (75 % of all that helped); h0, h1 and 3 more hurt it. {BELOW}",
+    ),
+    "the highest total is not clear": (
+        told([CODE, TABLES, WEB, STDLIB]),
+        "stdlib has the highest total for val (70 % of all that helped), but is not clear of its error; code and tables clearly "
+        f"helped; web hurt it. {BELOW}",
+    ),
+    "the densest is not clear": (
+        told([CODE, WEB, group("rare", 1.0, 0.5, samples=1, share=0.2)]),
+        f"code helped val most (75 % of all that helped); web hurt it. {BELOW}",
+    ),
+    "the lowest total is not clear": (
+        told([CODE, WEB, NOISE]),
+        "code helped val most (75 % of all that helped); noise has the lowest total, but is not clear of its error; web clearly "
+        f"hurt it. {BELOW}",
+    ),
+    "the lowest total is not clear, nor any other": (
+        told([CODE, NOISE]),
+        f"code helped val most (75 % of all that helped); none clearly hurt it. {BELOW}",
+    ),
+    "two folds": (
+        told([CODE, TABLES, WEB, STDLIB], folds=2, dist=scores(clear=25)),
+        "stdlib has the highest total for val (70 % of all that helped); web is below zero; 2 folds cannot say how sure that is. "
+        "25 of 100 samples are clearly below zero: see them, drop them.",
+    ),
+    "two folds, nothing below": (
+        told([CODE, TABLES], folds=2, dist=scores(clear=25)),
+        "code has the highest total for val (75 % of all that helped), tables the highest per sample; none is below zero; "
+        "2 folds cannot say how sure that is. 25 of 100 samples are clearly below zero: see them, drop them.",
+    ),
+    "two folds, nothing above": (
+        told([WEB, NOISE], folds=2, dist=scores(clear=25)),
+        "No domain helped val; noise and web are below zero; 2 folds cannot say how sure that is. "
+        "25 of 100 samples are clearly below zero: see them, drop them.",
     ),
     "gathered": (
         told([CODE, TABLES], gathered=True),
@@ -162,7 +196,7 @@ def drawn(rng, folds, samples, groups, *, low=0.0, lowered=0, moved=0.0):
     return told([group(f"g{k}", t, e, share=0.5) for k, (t, e) in enumerate(zip(total, wide, strict=True))], dist=dist, folds=folds)
 
 
-@pytest.mark.parametrize("folds", [2, 4, 8])
+@pytest.mark.parametrize("folds", [3, 4, 8])
 @pytest.mark.parametrize(("samples", "groups"), [(300, 5), (2000, 12), (20, 2)])
 def test_noise_is_no_finding(folds, samples, groups):
     """Of runs in which nothing did anything, few advise to drop samples and few name a group; what was planted is found."""
@@ -174,10 +208,23 @@ def test_noise_is_no_finding(folds, samples, groups):
     assert named > 0 and np.mean([len(w.helped) + len(w.hurt) > 0 for w in noise]) == named
     old = np.mean([any(abs(g.total) > 2 * g.error for g in w.groups) for w in noise])
     assert old > 3 * named  # the control: two errors, whatever the folds
-    far = {2: 400.0, 4: 12.0, 8: 6.0}[folds]
+    far = {3: 30.0, 4: 12.0, 8: 6.0}[folds]
     planted = [drawn(rng, folds, samples, groups, low=6.0, lowered=samples // 2, moved=far) for _ in range(100)]
     assert np.mean(["drop them" in words(w) for w in planted]) > 0.9
     assert np.mean([[g.name for g in w.hurt] == ["g0"] for w in planted]) > 0.8
+
+
+@pytest.mark.parametrize(("samples", "groups"), [(300, 5), (2000, 12), (20, 2)])
+def test_two_folds_judge_no_group(samples, groups):
+    """Dozens of standard errors would be asked for: totals are told as they are, and that nothing says how sure they are."""
+    rng = np.random.default_rng(0)
+    noise = [drawn(rng, 2, samples, groups) for _ in range(300)]
+    assert np.mean(["drop them" in words(w) for w in noise]) <= 0.05
+    planted = [drawn(rng, 2, samples, groups, low=6.0, lowered=samples // 2, moved=400.0) for _ in range(100)]
+    assert np.mean(["drop them" in words(w) for w in planted]) > 0.9
+    for what in (*noise, *planted):
+        assert what.errors_away is None and "2 folds cannot say how sure that is. " in words(what)
+        assert not re.search("hurt|helped [^)]|most", words(what).split(". ")[0].replace("helped val;", "")), words(what)
 
 
 OUTSIZED = {"outsized": [SimpleNamespace(audited=False)], "outsized_steps": 2, "outsized_share": 0.86}
@@ -216,6 +263,10 @@ def test_cards_say_how_sure():
     assert "needs folds" in sure.rows[1].note and helped.rows[0].figure == "+3" and hurt.see and not hurt.drop
     helped, hurt, _ = finding_cards(told())
     assert helped.rows[0].figure == "+3 ± 0.1" and (helped.named, helped.value, hurt.value) == (True, "code", "web")
+    helped, hurt, _ = finding_cards(told([CODE, TABLES, WEB, STDLIB, NOISE]))  # the card's first are clear ones; then the others
+    assert (helped.value, [r.name for r in helped.rows]) == ("code", ["code", "tables", "stdlib"])
+    assert (hurt.value, [r.name for r in hurt.rows]) == ("web", ["web", "noise"])
+    assert [c.rows[-1].note for c in (helped, hurt)] == [f"the {w} total, not clear of its error" for w in ("highest", "lowest")]
     helped, hurt, _ = finding_cards(told(UNSURE))
     assert (helped.value, hurt.value, helped.mood, helped.named) == ("no group clearly", "no group clearly", "", False)
 
@@ -233,6 +284,8 @@ def test_finding_is_that_of_the_books(tmp_path):
         ).fetchall()
     known = {name: (total, error) for name, total, error in rows}
     assert {g.name for g in what.groups} == set(known)
+    grouping = found.panels["groups"]["groupings"][0]  # the chart is coloured by the same measure
+    assert grouping["away"][0] == what.errors_away and grouping["folds"] == [4, 4]
     for g in what.groups:
         assert (g.total, g.error) == pytest.approx(known[g.name], rel=1e-2)
     away = stats.t.isf(0.025 / len(known), 3)

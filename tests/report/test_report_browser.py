@@ -66,7 +66,8 @@ def hostile(tmp_path_factory):
 def shown(browser, chart):
     """What a chart draws, as data."""
     return browser.run(
-        """const seen = (t) => [t.name, t.type, t.visible, [...t.y], t.fillcolor || t.line?.color || t.marker?.color];
+        """const along = (t) => t.orientation === "h" ? [[...t.x], t.error_x?.array] : null;
+        const seen = (t) => [t.name, t.type, t.visible, [...t.y], along(t), t.fillcolor || t.line?.color || t.marker?.color];
         return JSON.stringify(document.getElementById(arguments[0]).data.map(seen));""",
         chart,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import inrun
 from inrun.cli.main import cli
 from inrun.corpus.sources import find_files
 from inrun.errors import ConfigurationError, TrainingError
-from inrun.training.config import make_config
+from inrun.training.config import load_config, make_config
+from inrun.training.curated import _as_yaml, trained_run
 from inrun.training.session import train
 from small_run import corpus, settings
 
@@ -54,7 +56,7 @@ def test_documents_come_back_whole_and_train_takes_the_kept_ones(folder: Path) -
     assert [r["id"] for r in kept] == [i for i in order if i in {r["id"] for r in kept}]
     # Validation documents are in no sample, and stay.
     assert {r["id"] for r in before if r["split"] == "val"} <= {r["id"] for r in kept}
-    assert f"data.paths=[{folder / 'out'}]" in said["command"]
+    assert f"""'data.paths=["{folder / "out"}"]'""" in said["command"]
 
     assert [f.path.name for f in find_files([folder / "out"])] == ["kept.jsonl"]
     assert [f.path.name for f in find_files([folder / "out" / "kept.jsonl"])] == ["kept.jsonl"]
@@ -108,6 +110,8 @@ def test_documents_of_validation_sets_are_not_unused(folder: Path) -> None:
     held = {r["id"] for r in lines(folder / "corpus.jsonl") if r["split"] == "val"}
     assert held and held <= {r["id"] for r in lines(folder / "used" / "kept.jsonl")}
     assert said["unused_dropped"] == said["dropped"] - said["scored_dropped"]
+    assert said["withheld"] == len(held) and said["unused"] == said["unused_dropped"]
+    assert said["scored"] + said["unused"] + said["withheld"] == said["kept"] + said["dropped"]
     train(make_config(settings(folder, "used again", steps=2, data={"paths": [str(folder / "used")]})))
 
 
@@ -153,3 +157,108 @@ def test_files_that_are_gone_or_changed_are_named(folder: Path, tmp_path: Path) 
     gone = CliRunner().invoke(cli, args)
     assert isinstance(gone.exception, ConfigurationError) and "--unit samples" in str(gone.exception)
     assert CliRunner().invoke(cli, [*args, "--unit", "samples"]).exit_code == 0
+
+
+def invoke(*args: object) -> str:
+    result = CliRunner().invoke(cli, [str(a) for a in args])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_what_was_never_used_is_said_as_it_is(tmp_path: Path) -> None:
+    """After two steps most documents are unused; those of validation sets are not among them."""
+    corpus(tmp_path)
+    train(make_config(settings(tmp_path, steps=2)))
+    samples = {s["document"] for s in inrun.Ledger.open(tmp_path / "run").samples().to_pylist()}
+    said = invoke("curate", tmp_path / "run", "--out", tmp_path / "a", "-v", "code")
+    told = json.loads(invoke("curate", tmp_path / "run", "--out", tmp_path / "b", "-v", "code", "--json"))
+    assert told["unused"] == len(samples) - told["scored"] > 20 and told["withheld"] == 60 - len(samples) == 10
+    assert f"{told['unused']} documents were never used, without a score (kept; --drop-unused drops them)" in said
+    assert "10 documents were not there to train on, as those of validation sets" in said
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert f"- {told['unused']} documents were never used" in card and "- 10 documents were not there to train on" in card
+    said = invoke("curate", tmp_path / "run", "--out", tmp_path / "c", "-v", "code", "--drop-unused")
+    assert "never used, without a score (dropped)" in said and "unless" not in said and "still" not in said
+
+
+def test_what_may_still_change_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with inrun.Ledger(tmp_path / "run", about={"credit": "whole"}) as ledger:
+        ledger.register_samples([{"sample_id": 1, "text": "a"}, {"sample_id": 2, "text": "b"}])
+        for step in range(3):
+            ledger.write(inrun.ledger.StepRecord(step, [1, 2], {"v": [0.5, -0.5]}, [{"step": step, "validation": "v"}]))
+        ledger.flush()
+        said = invoke("curate", tmp_path / "run", "--out", tmp_path / "a")
+        assert "training is still writing this run" in said and "credit is still coming in for 3 steps" in said
+        assert json.loads(invoke("curate", tmp_path / "run", "--out", tmp_path / "b", "--json"))["at_work"] is True
+    said = invoke("curate", tmp_path / "run", "--out", tmp_path / "c")
+    assert "still writing" not in said and "credit is still coming in for 3 steps" in said
+
+
+@pytest.mark.parametrize("name", ["plain", "2024", "a, b", "x: y", "it's [1] #2", 'say "hi"', "null", "1e3", "é😀", "tab\there"])
+def test_the_printed_command_trains_whatever_the_names(folder: Path, name: str) -> None:
+    said = curate(folder, name, "-v", "code", "--top-fraction", "0.7", "--force")
+    program, command, *words = shlex.split(said["command"])
+    assert (program, command) == ("inrun", "train")
+    read = load_config(words[0], words[1:])
+    assert (read.data.paths, read.run) == ([str(folder / name)], str(folder / "run-curated"))
+    read = load_config(None, ["data.paths=[x]", "scoring.enabled=false", f"run={_as_yaml(name)}"])
+    assert read.run == name and _as_yaml("runs/mine") == "runs/mine"
+
+
+def test_a_replay_is_curated_by_the_documents_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus(tmp_path)
+    (tmp_path / "new.jsonl").write_text('{"text": "the loop of a list is a value"}\n{"text": "return the sum of it"}\n')
+    monkeypatch.chdir(tmp_path)
+    base = settings(tmp_path) | {"run": "runs/first", "data": {"paths": ["corpus.jsonl"]}}
+    train(make_config(base))
+    invoke("replay", "runs/first", "--validation", "new.jsonl", "--quiet", "--no-check")
+    told = json.loads(invoke("curate", "runs/first/replays/new", "--out", "kept", "--top-fraction", "0.5", "--json"))
+    assert told["unit"] == "documents" and told["withheld"] == 10
+    rows, whole = lines(tmp_path / "kept" / "kept.jsonl"), {r["id"]: r for r in lines(tmp_path / "corpus.jsonl")}
+    assert all({k: v for k, v in row.items() if k != "inrun"} == whole[row["id"]] for row in rows) and told["dropped"] > 10
+    words = shlex.split(told["command"])
+    invoke(*words[1:], "steps=2", "--quiet")
+    trained = {s["document"] for s in inrun.Ledger.open(tmp_path / "runs" / "first-curated").samples().to_pylist()}
+    assert trained == {r["id"] for r in rows if r["split"] == "train"}
+
+    (tmp_path / "runs").rename(tmp_path / "moved")  # together
+    assert trained_run(Path("moved/first/replays/new")) == tmp_path / "moved" / "first"
+    (tmp_path / "moved" / "first" / "config.yaml").unlink()
+    with pytest.raises(ConfigurationError, match=r"is a replay of .*first, which has its documents and is not there any more"):
+        trained_run(Path("moved/first/replays/new"))
+
+
+def test_what_was_held_out_never_becomes_training_data(folder: Path) -> None:
+    args = ["curate", str(folder / "run"), "--out", str(folder / "nothing"), "-v", "code", "--keep", "score > 1e9", "--drop-unused"]
+    refused = CliRunner().invoke(cli, args)
+    assert isinstance(refused.exception, ConfigurationError) and not (folder / "nothing").exists()
+    assert "drops all 50 documents that were there to train on" in str(refused.exception)
+    assert CliRunner().invoke(cli, [*args, "--unit", "samples"]).exit_code == 0
+
+
+def test_relative_paths_start_where_training_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir(), away.mkdir()
+    corpus(home)
+    monkeypatch.chdir(home)
+    (home / "new.jsonl").write_text('{"text": "the loop of a list is a value"}\n{"text": "return the sum of it"}\n')
+    base = settings(home) | {"run": "runs/first", "data": {"paths": ["corpus.jsonl"]}}
+    base["validation"]["own"] = {"paths": ["new.jsonl"], "rows": 1}
+    train(make_config(base))
+    monkeypatch.chdir(away)
+    run = "../home/runs/first"
+    told = json.loads(invoke("curate", run, "--out", "kept", "-v", "code", "--top-fraction", "0.5", "--json"))
+    assert told["unit"] == "documents" and [p.name for p in away.iterdir()] == ["kept"]
+    cd, where, *_, words = told["command"].split(" ", 3)
+    assert (cd, where) == ("cd", str(home))
+    monkeypatch.chdir(home)
+    invoke(*shlex.split(words)[1:], "steps=2", "--quiet")
+    assert (home / "runs" / "first-curated").is_dir()
+
+    monkeypatch.chdir(away)
+    (home / "corpus.jsonl").rename(home / "other.jsonl")
+    gone = CliRunner().invoke(cli, ["curate", run, "--out", "again", "-v", "code"])
+    assert isinstance(gone.exception, ConfigurationError) and [p.name for p in away.iterdir()] == ["kept"]
+    assert f"relative to where training began, and were looked for in {home} and in {away}" in str(gone.exception)
+    (home / "other.jsonl").rename(away / "corpus.jsonl")  # files that lie here now
+    assert json.loads(invoke("curate", run, "--out", "again", "-v", "code", "--json"))["unit"] == "documents"

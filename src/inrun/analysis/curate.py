@@ -10,7 +10,7 @@ from typing import Any
 from inrun.analysis.curated_documents import Documents, chunk_table, document_pieces
 from inrun.analysis.curated_files import FORMATS, check_out, pieces_of, placed, with_scores, write_curation
 from inrun.analysis.curation_card import card_of
-from inrun.analysis.judgement import Choice, judge
+from inrun.analysis.judgement import Choice, Judgement, judge
 from inrun.analysis.marked import Marked
 from inrun.analysis.queries import CLEAR, Source, info
 from inrun.errors import ConfigurationError
@@ -26,7 +26,7 @@ class Curation:
     rule: str
     kept: int
     dropped: int
-    #: Samples that were registered and never used: they have no score.
+    #: Samples, or documents that were there to train on, that were never used: they have no score.
     unused: int
     #: How many of those with a score were dropped.
     scored_dropped: int
@@ -40,11 +40,15 @@ class Curation:
     files: list[str] = field(default_factory=list)
     #: What was kept or dropped: "samples", or the "documents" that they are pieces of.
     unit: str = "samples"
+    #: Documents that were not there to train on, as those of validation sets: nothing could have used them.
+    withheld: int = 0
+    #: Steps with uses that credit is still coming in for.
+    pending: int = 0
 
     @property
     def scored(self) -> int:
         """Return how many of them have a score."""
-        return self.kept + self.dropped - self.unused
+        return self.kept + self.dropped - self.unused - self.withheld
 
     def share(self) -> str:
         """Say how much was dropped, of what there was a score to judge by."""
@@ -115,19 +119,22 @@ def curate(
         with reader.tables() as tables:
             tables.take_together(documents.units, documents.described)
             verdict = judge(tables, choice, marked, documents.units, pieces.ids)
+        _check_left(verdict)
     found = info(reader)
     result = Curation(
         out=str(out),
         rule=verdict.words,
         kept=int(verdict.kept.sum()),
         dropped=int((~verdict.kept).sum()),
-        unused=int((~verdict.used).sum()),
+        unused=int((~verdict.used & verdict.trained).sum()),
         scored_dropped=int((~verdict.kept & verdict.used).sum()),
         without_metadata=found.used_without_metadata,
-        unused_dropped=int((~verdict.kept & ~verdict.used).sum()),
+        unused_dropped=int((~verdict.kept & ~verdict.used & verdict.trained).sum()),
         by=verdict.by,
         groups=verdict.groups(),
         unit="samples" if documents is None else "documents",
+        withheld=int((~verdict.trained).sum()),
+        pending=found.pending,
     )
     card = card_of(result, found, fmt).encode()
     if documents is None:
@@ -139,3 +146,12 @@ def curate(
         chunks = chunk_table(pieces, documents)
         result.files = write_curation(Path(out), fmt, document_pieces(documents, verdict), verdict.kept, card, chunks)
     return result
+
+
+def _check_left(verdict: Judgement) -> None:
+    """Refuse to keep nothing but what was withheld: without a document of a split "train" all others would be trained on."""
+    if verdict.trained.any() and not (verdict.kept & verdict.trained).any():
+        raise ConfigurationError(
+            f"the rule drops all {int(verdict.trained.sum()):,} documents that were there to train on ({verdict.words}): what "
+            "is left is held out for validation, and must not become training data. Give another rule; --unit samples writes any"
+        )

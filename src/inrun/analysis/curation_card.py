@@ -6,7 +6,7 @@ import re
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
-from inrun.analysis.queries import Info
+from inrun.analysis.queries import NO_VALUE, Info
 
 if TYPE_CHECKING:
     from inrun.analysis.curate import Curation
@@ -27,10 +27,12 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
         f"run {_shown(about.get('run_id', '?'))}",
         *_credit_line(found),
         f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",
-        f"- Steps covered: {found.first_step} to {found.last_step} ({found.steps:,} steps, {found.rows:,} contributions, "
+        f"- Steps covered: {found.first_step} to {found.last_step} ({_steps(found.steps)}, {found.rows:,} contributions, "
         f"{sum(found.skipped.values()):,} steps not scored)",
         f"- {c.unused:,} {c.unit} were never used in training and have no score: {_unused(c)}",
     ]
+    if c.withheld:
+        lines.append(f"- {c.withheld:,} {c.unit} were not there to train on, as those of validation sets")
     if c.without_metadata:
         lines.append(f"- {c.without_metadata:,} samples were used and have no metadata: they are in neither file")
     lines.append(
@@ -53,6 +55,10 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
     return front + "\n".join(lines) + "\n"
 
 
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
+
+
 def _unused(c: Curation) -> str:
     if c.unused_dropped in (0, c.unused):
         return "they are dropped" if c.unused_dropped else "they are kept"
@@ -70,7 +76,7 @@ def _credit_line(found: Info) -> list[str]:
 def _shown(value: Any) -> str:
     """Return untrusted text for a table of the card: one line, nothing that Markdown or HTML would act on."""
     if value is None:
-        return "(no metadata)"
+        return NO_VALUE
     text = "".join("·" if unicodedata.category(c)[0] in "CZ" and c != " " else c for c in str(value)[:80])
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 

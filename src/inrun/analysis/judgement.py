@@ -71,6 +71,8 @@ class Judgement:
     words: str
     by: str | None
     kinds: npt.NDArray[Any] | None
+    #: Which were there to train on: of documents those with a registered piece.
+    trained: Mask
 
     @property
     def used(self) -> Mask:
@@ -138,10 +140,10 @@ def judge(
     judged = {name: sets[name] for name in chosen}
     if choice.combine == "mean" and len(chosen) > 1:
         judged = {"mean": _mean([sets[name] for name in chosen])}
-    unused = np.full(len(ids), choice.drop_unused)
+    there = np.ones(len(ids), bool)
     if units is not None and trained is not None:
-        unused &= np.isin(ids, units.filter(pc.is_in(units["sample_id"], pa.array(trained)))["unit"].to_numpy())
-    kept = _verdict(rule, judged, sets, choice.combine, unused)
+        there = np.isin(ids, units.filter(pc.is_in(units["sample_id"], pa.array(trained)))["unit"].to_numpy())
+    kept = _verdict(rule, judged, sets, choice.combine, there & choice.drop_unused)
     words = _in_words(rule, chosen, choice.combine, choice.view)
     if marked is not None:
         kept, more = marked.apply(kept, ids, units)
@@ -156,6 +158,7 @@ def judge(
         words=words,
         by=by,
         kinds=kinds,
+        trained=there,
     )
 
 

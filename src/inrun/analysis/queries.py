@@ -30,6 +30,8 @@ from inrun.statistics import spearman
 
 __all__ = ["VIEWS", "Agreement", "Info", "agreement", "extremes", "groups", "info", "left_out", "score_batches", "scores"]
 
+#: How the group of samples is called that have no value in a column, or no metadata at all.
+NO_VALUE = "(no value)"
 Source = LedgerReader | str | Path
 
 

@@ -28,7 +28,8 @@ def page(s: SetSummary, summary: Summary) -> str:
 def heading(s: SetSummary, summary: Summary) -> str:
     """Return what was scored, how, and over how many steps."""
     game = "whole credit, " if summary.credit == "whole" else ""
-    return f"{s.validation}: {game}{summary.method}+{summary.update}, {s.steps} steps, {s.audited} audited, {s.skipped} not scored"
+    steps = f"{s.steps} step{'s' * (s.steps != 1)}"
+    return f"{s.validation}: {game}{summary.method}+{summary.update}, {steps}, {s.audited} audited, {s.skipped} not scored"
 
 
 def _accounts(s: SetSummary, whole: bool) -> list[str]:

@@ -54,7 +54,8 @@ def tell_story(told: dict[str, Any], report: Path | None) -> None:
     """Print the story."""
     console = Console()
     sets = list(told["losses"])
-    console.print(f"\n[bold]{told['steps']} steps in {told['seconds']:.0f} s.[/bold] {SIGN[0].upper()}{SIGN[1:]}; unit: nats.\n")
+    steps = f"{told['steps']} step{'s' * (told['steps'] != 1)}"
+    console.print(f"\n[bold]{steps} in {told['seconds']:.0f} s.[/bold] {SIGN[0].upper()}{SIGN[1:]}; unit: nats.\n")
     for name in sets:
         _tell_set(console, told, name)
     _tell_planted(console, told)

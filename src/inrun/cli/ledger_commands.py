@@ -171,7 +171,7 @@ def groups(
         _say_left_out(out)
         unknown = queries.info(run).used_without_metadata
         if unknown:
-            click.echo(f"{unknown:,} used samples have no metadata; they are the group {show.NO_METADATA}")
+            click.echo(f"{unknown:,} used samples have no metadata; they are the group {queries.NO_VALUE}")
 
 
 @click.command(epilog="\b\nExamples:\n  inrun info runs/mine\n  inrun info runs/mine --json\n")
@@ -221,7 +221,7 @@ Rules (one of them):
 \b
 Examples:
   inrun curate runs/mine --out curated                    whole documents; prints the command that trains on the kept ones
-  inrun train runs/mine/config.yaml data.paths=[curated] run=runs/curated
+  inrun train runs/mine/config.yaml 'data.paths=[curated]' run=runs/curated
   inrun train runs/mine/config.yaml data.pieces=curated/chunks.parquet run=runs/pieces      leaves out parts of documents
   inrun curate runs/mine --out curated -v math -v code --combine all --view rank
   python -c "import datasets; print(datasets.load_dataset('curated'))"
@@ -263,17 +263,20 @@ def curate(run: str, out: str, validation: tuple[str, ...], unit: str, as_json: 
     Of a run of `inrun train` these are whole documents with all their columns, judged by the sum over their pieces: the folder is
     data for `inrun train`, which reads the kept ones alone. Of other runs they are the samples as they were registered.
     """
+    from pathlib import Path
+
     from inrun.analysis.curate import curate as split
     from inrun.cli import ledger_tables as show
+    from inrun.report.about import writer_at_work
 
     documents = _documents(run, unit, options["fmt"])
     done = split(run, out, validation=list(validation) or None, documents=documents, **options)
-    words = (f"{run}/config.yaml", f"data.paths=[{out}]", f"run={run.rstrip('/')}-curated")
-    command = None if documents is None else " ".join(["inrun train", *map(_quoted, words)])
+    command = None if documents is None else documents.command(out)
+    writing = writer_at_work(Path(run))
     if as_json:
-        click.echo(show.to_json({**done.as_dict(), "command": command}))
+        click.echo(show.to_json({**done.as_dict(), "at_work": writing, "command": command}))
         return
-    show.print_curation(done)
+    show.print_curation(done, writing is True)
     if command is not None:
         click.echo(f"train on the kept ones:\n  {command}")
 
@@ -284,19 +287,14 @@ def _documents(run: str, unit: str, fmt: str) -> Any:
 
     if unit == "samples" or (unit == "auto" and fmt != "jsonl"):
         return None
-    from inrun.training.curated import RunDocuments, was_trained_here
+    from inrun.training.curated import RunDocuments, trained_run
 
-    if was_trained_here(Path(run)):
-        return RunDocuments(Path(run))
+    trained = trained_run(Path(run))
+    if trained is not None:
+        return RunDocuments(trained)
     if unit == "documents":
         raise ConfigurationError(f"{run} is not a run of `inrun train`, so its documents are not known; leave out --unit documents")
     return None
-
-
-def _quoted(text: str) -> str:
-    import shlex
-
-    return shlex.quote(text)
 
 
 @click.command(

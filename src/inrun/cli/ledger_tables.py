@@ -12,18 +12,15 @@ from typing import Any
 
 import click
 import pyarrow as pa
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from inrun.analysis.curate import Curation
-from inrun.analysis.queries import Agreement, Info
+from inrun.analysis.queries import NO_VALUE, Agreement, Info
 from inrun.analysis.shares import Shares, money
+from inrun.cli.grid import Grid, Heading
 from inrun.cli.text import printable
 from inrun.ledger import SIGN
+from inrun.report.text import counted
 
-NO_METADATA = "(no metadata)"
 #: What spreadsheets take for the beginning of a formula, wide forms included.
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
 #: Groups shown on a terminal, per validation set.
@@ -93,12 +90,8 @@ def rows_of(batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[dict[str, 
 # People
 
 
-def _console() -> Console:
-    return Console(width=max(Console().width, 120), highlight=False)
-
-
-def _text(value: Any, width: int = 40) -> Text:
-    return Text(printable(NO_METADATA if value is None else str(value), width))
+def _text(value: Any, width: int = 40) -> str:
+    return printable(NO_VALUE if value is None else " ".join(str(value).split()), width)
 
 
 def _number(value: float | None, form: str = "+.5g") -> str:
@@ -114,11 +107,11 @@ def say(line: str) -> None:
     click.echo(printable(line, 2000))
 
 
-def _table(title: str, columns: Iterable[tuple[str, bool]]) -> Table:
-    table = Table(title=Text(printable(title, 200)), title_justify="left", box=box.SIMPLE, padding=(0, 1), collapse_padding=True)
-    for name, right in columns:
-        table.add_column(Text(printable(name, 40)), justify="right" if right else "left", no_wrap=right)
-    return table
+def _show(*grids: Grid) -> None:
+    """Print tables, and which columns found no room."""
+    missing = list(dict.fromkeys(name for grid in grids for name in grid.print()))
+    if missing:
+        say(f"no room here for {', '.join(missing)}; a wider terminal shows more, --json all")
 
 
 def print_scores(found: pa.Table, title: str) -> None:
@@ -128,23 +121,29 @@ def print_scores(found: pa.Table, title: str) -> None:
     by_set: dict[str, list[dict[str, Any]]] = {}
     for row in found.to_pylist():
         by_set.setdefault(row["validation"], []).append(row)
+    grids = []
     for name, rows in by_set.items():
         errors = any(r["standard_error"] is not None for r in rows)
         estimates = any(r["estimate_error"] is not None for r in rows)
         pending = any(r["pending"] for r in rows)
-        columns = [("sample", True), ("score", True), *([("± error", True)] if errors else [])]
-        columns += [*([("± estimate", True)] if estimates else []), ("uses", True), *([("pending", True)] if pending else [])]
-        columns += [("steps", True)]
-        table = _table(f"{name}: {title}", [*columns, *((c, False) for c in shown), *([(text, False)] if text else [])])
+        columns = [Heading("sample"), Heading("score"), *([Heading("± error", 1)] if errors else [])]
+        columns += [
+            *([Heading("± estimate", 9)] if estimates else []),
+            Heading("uses", 5),
+            *([Heading("pending", 4)] if pending else []),
+        ]
+        columns += [Heading("steps", 8), *(Heading(c, {"id": 6, "domain": 3, "owner": 7}[c], 8) for c in shown)]
+        grid = Grid(f"{name}: {title}", [*columns, *([Heading(text, 2, 16)] if text else [])])
         for row in rows:
-            cells: list[Any] = [str(row["sample_id"]), _number(row["score"])]
+            cells = [str(row["sample_id"]), _number(row["score"])]
             cells += [_number(row["standard_error"], ".2g")] if errors else []
             cells += [_number(row["estimate_error"], ".2g")] if estimates else []
             cells += [str(row["times_used"]), *([str(row["pending"])] if pending else [])]
             cells += [f"{row['first_step']}-{row['last_step']}"]
             cells += [_text(row[c] or "", 24) for c in shown] + ([_text(row[text] or "", 60)] if text else [])
-            table.add_row(*cells)
-        _console().print(table)
+            grid.add(*cells)
+        grids.append(grid)
+    _show(*grids)
 
 
 def print_agreement(found: list[Agreement]) -> None:
@@ -162,24 +161,24 @@ def print_groups(found: pa.Table, by: str, view: str) -> None:
         by_set.setdefault(row["validation"], []).append(row)
     for name, rows in by_set.items():
         errors = any(r["clear_share"] is not None for r in rows)
-        columns = [(by, False), *([("steps", True)] if staged else []), ("total", True), ("per sample", True), ("per use", True)]
-        columns += [("samples", True), ("uses", True), ("negative", True), *([("clear of error", True)] if errors else [])]
-        table = _table(f"{name}, view {view}", columns)
+        columns = [Heading(by, 0, 12), *([Heading("steps")] if staged else []), Heading("total"), Heading("per sample", 1)]
+        columns += [Heading("per use", 6), Heading("samples", 2), Heading("uses", 5), Heading("negative", 3)]
+        grid = Grid(f"{name}, view {view}", [*columns, *([Heading("clear of error", 4)] if errors else [])])
         groups: dict[Any, list[dict[str, Any]]] = {}
         for row in rows:
             groups.setdefault(row["group"], []).append(row)
         for group, lines in list(groups.items())[:MOST_GROUPS]:
             for row in lines:
-                table.add_row(*_group_cells(group, row, staged, errors))
+                grid.add(*_group_cells(group, row, staged, errors))
             if staged:
-                table.add_section()
-        _console().print(table)
+                grid.end_section()
+        _show(grid)
         if len(groups) > MOST_GROUPS:
             click.echo(f"... and {len(groups) - MOST_GROUPS:,} more groups; --json and --csv show all")
 
 
-def _group_cells(group: Any, row: dict[str, Any], staged: bool, errors: bool) -> list[Any]:
-    cells: list[Any] = [_text(group)] + ([f"{row['first_step']}-{row['last_step']}"] if staged else [])
+def _group_cells(group: Any, row: dict[str, Any], staged: bool, errors: bool) -> list[str]:
+    cells = [_text(group)] + ([f"{row['first_step']}-{row['last_step']}"] if staged else [])
     cells += [_number(row["total"]), _number(row["mean_per_sample"]), _number(row["mean_per_use"])]
     cells += [f"{row['samples']:,}", f"{row['uses']:,}", _share(row["negative_share"])]
     return cells + ([_share(row["clear_share"])] if errors else [])
@@ -195,7 +194,7 @@ def print_info(i: Info) -> None:
         say(f"             {count:,}: {printable(reason, 200)}")
     say(f"rows       {i.rows:,} contributions, {i.nbytes:,} bytes in all")
     if i.credit == "whole":
-        say(f"credit     whole: {i.settled:,} steps settled, {i.pending:,} pending; {i.credit_rows:,} credits")
+        say(f"credit     whole: {counted(i.settled, 'step')} settled, {i.pending:,} pending; {i.credit_rows:,} credits")
     named = [printable(n, 60) + (f" ({k} folds)" if k > 1 else "") for n, k in i.validation.items()]
     more = f" and {len(named) - 12} more" if len(named) > 12 else ""
     say(f"validation {', '.join(named[:12]) or 'none yet'}{more}")
@@ -209,13 +208,12 @@ def print_shares(s: Shares, currency: str) -> None:
     """Print what every group gets, and by which rule."""
     unit = f" {printable(currency, 12)}" if currency else ""
     title = f"{money(s.pool_cents)}{unit} by {s.by}, validation set {s.validation}, view {s.view}"
-    table = _table(title, [(s.by, False), ("samples", True), ("uses", True), ("total", True), ("share", True), ("amount", True)])
+    columns = [Heading("samples", 3), Heading("uses", 4), Heading("total", 2), Heading("share", 1), Heading("amount")]
+    grid = Grid(title, [Heading(s.by, 0, 12), *columns])
     for r in s.rows:
-        who = Text("(no owner)") if r.group is None else _text(r.group, 60)
-        table.add_row(
-            who, f"{r.samples:,}", f"{r.uses:,}", _number(r.total), _share(r.cents / s.pool_cents), f"{money(r.cents)}{unit}"
-        )
-    _console().print(table)
+        who = "(no owner)" if r.group is None else _text(r.group, 60)
+        grid.add(who, f"{r.samples:,}", f"{r.uses:,}", _number(r.total), _share(r.cents / s.pool_cents), f"{money(r.cents)}{unit}")
+    _show(grid)
     say(f"Rule: {s.rule}.")
     if s.unowned_samples:
         took = "share as one group" if s.include_unowned else "get nothing (--include-unowned lets them share)"
@@ -223,17 +221,25 @@ def print_shares(s: Shares, currency: str) -> None:
     say(f"Coverage: {s.coverage()}.")
 
 
-def print_curation(c: Curation) -> None:
-    """Print what was written."""
+def print_curation(c: Curation, at_work: bool = False) -> None:
+    """Print what was written, and what may still change about it."""
     say(c.share())
     say(f"rule: {c.rule}")
+    if at_work:
+        say("training is still writing this run: these are its scores so far; curate again when it is done")
+    if c.pending:
+        say(f"credit is still coming in for {counted(c.pending, 'step')}: their uses count with the part of their own step so far")
     if c.unused:
-        say(f"{c.unused:,} {c.unit} were never used and have no score (kept unless --drop-unused)")
+        kept = {0: "kept; --drop-unused drops them", c.unused: "dropped"}.get(c.unused_dropped, f"{c.unused_dropped:,} dropped")
+        say(f"{counted(c.unused, c.unit[:-1])} {'was' if c.unused == 1 else 'were'} never used, without a score ({kept})")
+    if c.withheld:
+        were = "was" if c.withheld == 1 else "were"
+        say(f"{counted(c.withheld, c.unit[:-1])} {were} not there to train on, as those of validation sets")
     if c.without_metadata:
         say(f"{c.without_metadata:,} samples were used and have no metadata; they are in neither file")
     if c.groups and c.by is not None:
-        table = _table("", [(c.by, False), (f"scored {c.unit}", True), ("dropped", True), ("share", True)])
+        grid = Grid("", [Heading(c.by, 0, 12), Heading(f"scored {c.unit}"), Heading("dropped"), Heading("share")])
         for group, (n, d) in list(c.groups.items())[:MOST_GROUPS]:
-            table.add_row(_text(group), f"{n:,}", f"{d:,}", f"{d / n:.1%}")
-        _console().print(table)
+            grid.add(_text(group), f"{n:,}", f"{d:,}", f"{d / n:.1%}")
+        _show(grid)
     say(f"written: {', '.join(c.files)} in {c.out}")

@@ -85,7 +85,7 @@ def _first_sentence(command: click.Command | None) -> str:
 def cli() -> None:
     """Tell what every training sample was worth to the model you actually trained, while you train it.
 
-    Begin with `inrun demo`: a small model, its scores and a report in about two minutes. RUN is the folder of a run.
+    Begin with `inrun demo`: a small model, its scores and a report in some minutes. RUN is the folder of a run.
     """
 
 

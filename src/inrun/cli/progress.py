@@ -55,7 +55,11 @@ def progress(
     elif quiet or patience is None:
         yield lambda what, done, total: None
     else:
-        yield _lines(patience, line, stays)
+        lines = _Lines(patience, line, stays)
+        try:
+            yield lines
+        finally:
+            lines.end()
 
 
 def log_to_terminal(level: int = logging.WARNING) -> None:
@@ -84,16 +88,27 @@ def terminal_width() -> int:
         return shutil.get_terminal_size().columns
 
 
-def _lines(patience: float, line: Callable[[str, int, int], str], ends: bool) -> Tell:
-    began = shown = time.monotonic()
-    last = -1
+class _Lines:
+    """Plain lines now and then, one a step. With ``ends`` the first step has one and the last, as it was told of last."""
 
-    def tell(what: str, done: int, total: int) -> None:
-        nonlocal shown, last
+    def __init__(self, patience: float, line: Callable[[str, int, int], str], ends: bool) -> None:
+        self._patience, self._line, self._ends = patience, line, ends
+        self._began = self._shown = time.monotonic()
+        self._last = -1
+        self._ending: str | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Take in how far it is."""
+        if self._ends and done == total:  # what is told of it again, as its evaluation, belongs into its line
+            self._ending = self._line(what, done, total)
+            return
         now = time.monotonic()
-        due = now - shown >= max(patience, 0.05 * (now - began)) or (ends and done in (1, total))
-        if due and done != last:
-            shown, last = now, done
-            click.echo(line(what, done, total), file=sys.stderr)
+        due = now - self._shown >= max(self._patience, 0.05 * (now - self._began)) or (self._ends and done == 1)
+        if due and done != self._last:
+            self._shown, self._last = now, done
+            click.echo(self._line(what, done, total), file=sys.stderr)
 
-    return tell
+    def end(self) -> None:
+        """Show the last line."""
+        if self._ending is not None:
+            click.echo(self._ending, file=sys.stderr)

@@ -138,6 +138,8 @@ def _sets(run: Path, files: tuple[str, ...], rows: int | None, folds: int, where
         name, equals, file = text.partition("=")
         if not equals or Path(text).exists():  # a path may hold a "=" itself
             name, file = _stem(Path(text)), text
+        if not file:
+            raise ConfigurationError(f"--validation {text!r} names no file; accepted is FILE, or NAME=FILE")
         if not Path(file).exists():
             raise ConfigurationError(f"--validation {text!r}: there is no file or folder {file!r}")
         if name in found:

@@ -52,9 +52,11 @@ def print_replayed(r: Replayed) -> None:
         click.echo("  scores are sums over the steps replayed: a part of the run's, and not scaled up")
     if r.skipped:
         step, reason = next(iter(r.skipped.items()))
-        click.echo(f"  {len(r.skipped)} steps could not be scored (step {step}: {printable(reason, 200)})")
+        click.echo(
+            f"  {len(r.skipped)} step{'s' * (len(r.skipped) != 1)} could not be scored (step {step}: {printable(reason, 200)})"
+        )
     if r.mode != "exact":
-        click.echo(f"  looked at from {r.mode}: up to {r.furthest:,} steps away from a checkpoint")
+        click.echo(f"  looked at from {r.mode}: up to {r.furthest:,} step{'s' * (r.furthest != 1)} away from a checkpoint")
     elif r.passed:
         worst = max(r.passed, key=lambda p: p.difference)
         equal = (
@@ -62,9 +64,12 @@ def print_replayed(r: Replayed) -> None:
             if worst.difference == 0
             else f"a weight differs by at most {worst.difference:.1e} (step {worst.step})"
         )
-        click.echo(f"  trained again past {len(r.passed)} checkpoints: {equal}")
+        click.echo(f"  trained again past {len(r.passed)} checkpoint{'s' * (len(r.passed) != 1)}: {equal}")
     for c in r.check:
         what = f"{printable(c.validation, 40)}, which was scored live: Spearman {c.spearman:.4f}, Pearson {c.pearson:.4f}"
+        what += "" if c.steps == r.scored else f" over the {c.steps:,} step{'s' * (c.steps != 1)} whose uses are paid in full"
         click.echo(f"  {what}, total {c.total:.4f} of live")
+    if r.unchecked:
+        click.echo(f"  not compared with live scores: {r.unchecked}")
     out = printable(r.out, 4096)
     click.echo(f"Books are in {out}\n  inrun scores {out}\n  inrun groups {out} --by domain\n  inrun report {out}")

@@ -48,8 +48,13 @@ def repair(run: str, as_json: bool) -> None:
 @click.command(epilog="\b\nExample:\n  inrun merge runs/here runs/there --out runs/joined\n")
 @click.argument("runs", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
 @click.option("--out", required=True, type=click.Path(), help="A new folder.")
-def merge(runs: tuple[str, ...], out: str) -> None:
+@JSON
+def merge(runs: tuple[str, ...], out: str, as_json: bool) -> None:
     """Join RUNS, ledgers of one run that was continued elsewhere; steps in two of them are refused."""
     from inrun.ledger.merge import merge as join
 
-    _show(f"written: {join(list(runs), out)}")
+    joined = join(list(runs), out)
+    if as_json:
+        click.echo(json.dumps({"runs": list(runs), "out": str(joined)}, indent=2))
+    else:
+        _show(f"written: {joined}")

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from inrun.corpus.documents import Bookmark, Document, Fields, Problems, SourceFile, read_from
 from inrun.corpus.fingerprints import Content, state_of
+from inrun.corpus.problems import printable
 from inrun.corpus.tokenizers import Tokenizer, id_dtype
 from inrun.errors import DataError
 from inrun.files import Files, write_durably
@@ -231,11 +232,15 @@ class Builder:
                 self._disk.remove(self.folder / "progress.json")
                 raise DataError(f"{file.path} was changed while it was read; nothing of it is kept. Start again when it is whole")
 
+    def _named(self) -> str:
+        """Name the first files."""
+        named = [printable(str(file.path)) for file in self.files[:3]]
+        return ", ".join(named) + (f" and {len(self.files) - 3:,} more" if len(self.files) > 3 else "")
+
     def _finish(self, fingerprint: str) -> None:
         if not self.documents:
-            raise DataError(
-                "\n".join(["the data holds no document that can be used:", *(self.problems.lines() or ["it is empty"])])
-            )
+            why = self.problems.lines() or ["it is empty"]
+            raise DataError("\n".join([f"the data ({self._named()}) holds no document that can be used:", *why]))
         with pq.ParquetWriter(self.folder / "documents.parquet", DOCUMENTS, **PARQUET) as writer:
             for part in range(self.parts):
                 writer.write_table(pq.read_table(self._part(part), schema=DOCUMENTS))

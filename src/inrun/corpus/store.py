@@ -65,8 +65,8 @@ def build_store(
     """
     cache, problems = Path(cache), Problems()
     try:
+        files = find_files(paths, problems)  # first: a path that is wrong leaves no folder behind
         make_folder_durably(Files(), cache)
-        files = find_files(paths, problems)
         read = contents(files, cache)
         fingerprint = _fingerprint(files, read, fields, tokenizer)
         final = cache / fingerprint

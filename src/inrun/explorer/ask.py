@@ -102,7 +102,9 @@ class Question:
     values: dict[str, Any] = field(default_factory=dict)
 
     def bind(self, value: Any) -> str:
-        """Bind a value; return its name in SQL."""
+        """Bind a value; return its name in SQL. ConfigurationError for a text that is none."""
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigurationError("a text holds half a character (a lone surrogate)")
         key = f"q{len(self.values)}_"
         self.values[key] = value
         return f"${key}"

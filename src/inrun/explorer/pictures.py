@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from inrun.analysis.queries import NO_VALUE
 from inrun.errors import ConfigurationError
 from inrun.explorer.ask import column, question, set_place
 from inrun.explorer.pages import whole
@@ -66,7 +67,10 @@ def _rank_correlation(con: Any) -> float | None:
 def compare(first: Snapshot, second: Snapshot, asked: Mapping[str, str]) -> dict[str, Any]:
     """Set the scores of one run against those of another, sample by sample; tell on which they differ most.
 
-    Samples are the same if their ids are, or, with ``key``, if they have the same text in a column that both runs have.
+    Samples are the same if their ids are, or, with ``key``, if they have the same text in a column that both runs have: scores of
+    the same text are added up. Ids of `inrun train` are numbers of pieces, which are others where a document more or less comes
+    before. So without a ``key`` documents are compared where both runs have them and an id means different ones. ``others`` says
+    how many of the ids that both have do so (None where nothing tells).
     """
     with first.store.moment(first, second) as (con, (a, b)):
         found = _compare(con, first, second, a, b, asked)
@@ -75,7 +79,9 @@ def compare(first: Snapshot, second: Snapshot, asked: Mapping[str, str]) -> dict
 
 def _compare(con: Any, first: Snapshot, second: Snapshot, a: View, b: View, asked: Mapping[str, str]) -> dict[str, Any]:
     x, y = set_place(a, asked.get("x")), set_place(b, asked.get("y"))
-    key = asked.get("key") or "id"
+    known = shared_columns(a, b)
+    others = _others(con, first, second, a, b, known)
+    key = asked.get("key") or ("c:document" if others and "document" in known else "id")
     here, there = column(a, key, None).sql, column(b, key, None).sql
     if key != "id" and not key.startswith("c:"):
         raise ConfigurationError("runs are matched by id, or by a column of the samples")
@@ -90,7 +96,21 @@ def _compare(con: Any, first: Snapshot, second: Snapshot, a: View, b: View, aske
     rows = con.execute(moved).fetchall()
     names = ("id", "other", "key", "x", "y", "gap")
     listed = [dict(zip(names, (str(r[0]), str(r[1]), one_line(r[2], 80), *map(plain, r[3:])), strict=True)) for r in rows]
-    return {"moved": listed, **answer}
+    return {"key": key, "others": others, "moved": listed, **answer}
+
+
+def _others(con: Any, first: Snapshot, second: Snapshot, a: View, b: View, known: list[str]) -> int | None:
+    """Count the ids that both runs have and that mean different samples: of other documents or, where none is known, texts."""
+    names = [(c.name, d.name) for c in (a.text_column,) for d in (b.text_column,) if c is not None and d is not None]
+    if "document" in known:
+        names = [("document", "document")]
+    if not names:
+        return None
+    here, there = (column(view, f"c:{name}", None).sql for view, name in zip((a, b), names[0], strict=True))
+    sql = f"""
+        SELECT count(*) FROM (SELECT sample_id, {here} AS one FROM {first.schema}.items)
+        JOIN (SELECT sample_id, {there} AS two FROM {second.schema}.items) USING (sample_id) WHERE one <> two"""
+    return int(con.execute(sql).fetchall()[0][0])
 
 
 def shared_columns(first: View, second: View) -> list[str]:
@@ -161,7 +181,7 @@ def _stages(tables: Tables, name: str, labels: list[str], stages: int) -> dict[s
     if rest:
         known[MOST_GROUPS] = (f"{rest:,} other groups", None, int(rest_samples))
     if any(r[0] == -1 for r in rows):
-        known[-1] = ("(no value)", None, None)
+        known[-1] = (NO_VALUE, None, None)
     found: list[dict[str, Any]] = []
     for number, (shown, value, count) in known.items():
         totals, uses = [0.0] * stages, [0] * stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,37 @@ def opened(runs: Sequence[str | Path], marks_file: Path | None = None, every: fl
             follower.finish()
 
 
+class Endings:
+    """SIGTERM and SIGHUP (a closed terminal) end serving as Ctrl-C does, so that the temporary folder goes with it."""
+
+    def __init__(self) -> None:
+        """Begin without a server: whatever is going on is left by SystemExit."""
+        self.server: Any = None
+        self._ended = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        """Let the server finish, or leave; a second signal finds us cleaning up and changes nothing."""
+        if self.server is not None and number == getattr(signal, "SIGHUP", None) and not self.server.should_exit:
+            self.server.should_exit = True
+        elif not self._ended:
+            self._ended = True
+            raise SystemExit(128 + number)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take the signals while the block runs; those that are ignored (nohup) stay so."""
+        names = ("SIGTERM", "SIGHUP") if threading.current_thread() is threading.main_thread() else ()
+        known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in known if signal.getsignal(number) is not signal.SIG_IGN}
+        for number in before:
+            signal.signal(number, self)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 def serve(
     runs: Sequence[str | Path],
     *,
@@ -93,13 +125,14 @@ def serve(
         from inrun.explorer.app import build_app
     except ImportError:
         raise InrunError("the explorer needs starlette and uvicorn: pip install 'inrun[serve]'") from None
-    token = secrets.token_urlsafe(32)
-    with opened(runs, marks_file) as found:
+    token, endings = secrets.token_urlsafe(32), Endings()
+    with endings.watched(), opened(runs, marks_file) as found:
         app: Any = build_app(found.snapshots, found.marks, token=token, host=host, names=names)
         listening, bound = _listen(uvicorn, app, host, port)
         shown = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 - a name to compare with
         ready(f"http://{shown}:{bound}/?token={token}")
-        uvicorn.Server(_config(uvicorn, app, host, bound)).run(sockets=[listening])
+        endings.server = uvicorn.Server(_config(uvicorn, app, host, bound))
+        endings.server.run(sockets=[listening])  # raises SIGTERM again when it has finished
 
 
 def _config(uvicorn: Any, app: Any, host: str, port: int) -> Any:

@@ -24,7 +24,6 @@ from inrun.statistics import spearman
 MOST_BARS, MOST_LINES, MOST_SETS, MOST_POINTS, MOST_STEPS = 24, 12, 6, 5000, 600
 #: Values of a group that can be drawn, and their names.
 VALUES = {"total": "score, added up", "mean_per_sample": "mean score of a sample", "mean_per_use": "mean score of a use"}
-NO_METADATA = "(no metadata)"
 SIGN = "positive: lowered the validation loss"
 #: Accounts, as a figure names them.
 ACCOUNTS = {"fall": "fall of the loss", "data": "data (the samples)", "optimizer": "optimizer (momentum and decay)"}
@@ -170,7 +169,7 @@ def _told_apart(kinds: Sequence[Any]) -> list[str]:
     """Return names to show; two that look alike once made visible are told apart."""
     labels: list[str] = []
     for kind in kinds:
-        label = NO_METADATA if kind is None else _name(kind)
+        label = queries.NO_VALUE if kind is None else _name(kind)
         while label in labels:
             label += " ′"
         labels.append(label)

@@ -27,6 +27,10 @@ def read_about(run: Path) -> dict[str, Any]:
     """Read ``run.json``; LedgerError if there is no run, or it was written by a newer version."""
     path = run / NAME
     if not path.is_file():
+        if (run / "config.yaml").is_file():  # `inrun train` writes it before it reads its data
+            raise LedgerError(
+                f"{run} has no books yet: its training has only just begun, failed before its first step, or goes without scores"
+            )
         raise LedgerError(f"{run} holds no run: there is no run.json. A run is a folder written by inrun.Ledger or inrun train")
     try:
         about = json.loads(read_inside(run, path))

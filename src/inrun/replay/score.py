@@ -44,6 +44,8 @@ class Replayed:
     #: Sets that were scored live, replayed in the same pass.
     check: list[Closeness]
     seconds: float
+    #: Why sets that were scored live are not compared; empty where they are, or were not asked for.
+    unchecked: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -108,6 +110,7 @@ def replay(
             source.data.register(ledger)
             scribe = _Scribe(ledger, list(sets), bool(check))
             passed = _run(replayer, steps, anchors_of(source.checkpoints), scribe, tell)
+            in_full = set(scribe.settled)
             replayer.close(settle=True)
             _check_scored(scribe, steps)
         put_folder(Files(), aside, final)
@@ -121,12 +124,27 @@ def replay(
     far = 0 if look.mode == "exact" else max(_distance(r.step, at, look.mode) for r in steps)
     spacing = float(np.median(np.diff(at))) if len(at) > 1 else float("nan")
     credit = replayer.accountant.credit
-    credits = scribe.settled if credit == "whole" else None
-    held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds, credits) for n in check]
+    credits = None
+    if credit == "whole":
+        # Where the replay ends before the run, uses at its end are paid in part, and those of the run were paid in full.
+        whole = steps[-1].step == source.steps[-1].step
+        credits = {step: s for step, s in scribe.settled.items() if whole or step in in_full}
+    unchecked = _unlike(source.credit, credit, bool(credits)) if check else ""
+    compared = [] if unchecked else check
+    held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds, credits) for n in compared]
     scored = len(steps) - len(scribe.skipped)
     return Replayed(
-        str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds
+        str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds, unchecked
     )
+
+
+def _unlike(live: str, now: str, some: bool) -> str:
+    """Say why a replay cannot be held against live scores; empty if it can."""
+    if live == "step" and now == "whole":
+        return "the run was scored step by step, and these are whole credits"
+    if live == "whole" and now == "step":
+        return "the run was scored by whole credit, and these steps by the step game; `inrun replay RUN` compares like with like"
+    return "" if some or now == "step" else "no use was paid in full within the steps replayed, as those of the run were"
 
 
 class _Scribe:

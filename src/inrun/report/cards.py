@@ -59,7 +59,7 @@ def _helped(told: Told) -> FindingCard:
     judged = scores.clear is not None
     above = scores.helpful if judged else scores.positive
     note = f"{above:,} of {counted(scores.samples, 'sample')} {'clearly ' if judged else ''}above zero"
-    return _side("What helped", "good", told, told.helped, above, note)
+    return _side("What helped", "good", told, told.helped, told.above, above, note)
 
 
 def _hurt(told: Told) -> FindingCard:
@@ -67,17 +67,21 @@ def _hurt(told: Told) -> FindingCard:
     assert scores is not None
     below = scores.negative if scores.clear is None else scores.clear
     note = f"{below:,} of {counted(scores.samples, 'sample')} {'clearly ' if scores.clear is not None else ''}below zero"
-    return _side("What hurt", "bad", told, told.hurt, below, note)
+    return _side("What hurt", "bad", told, told.hurt, told.below, below, note)
 
 
-def _side(title: str, mood: str, told: Told, groups: list[Group], count: int, note: str) -> FindingCard:
+def _side(title: str, mood: str, told: Told, groups: list[Group], every: list[Group], count: int, note: str) -> FindingCard:
+    """Make a card of the groups that are clear, and of the first of all of them where that is another one."""
     rows = [Row(g.name, _total(g), _about(g)) for g in groups[:MOST_ROWS]]
+    if every and every[0] not in groups:
+        which = "highest" if mood == "good" else "lowest"
+        rows.append(Row(every[0].name, _total(every[0]), f"the {which} total, not clear of its error"))
     see = mood == "bad" and count > 0
     drop = see and told.may_drop
     if len(told.groups) > 1:
         if len(groups) > MOST_ROWS:
             note = f"and {len(groups) - MOST_ROWS:,} more; {note}"
-        value = groups[0].name if groups else "no group" + (" clearly" if told.judged else "")
+        value = groups[0].name if groups else "no group" + (" clearly" if told.errors_away is not None else "")
         return FindingCard(title, value, mood if groups else "", bool(groups), rows, note, see, drop)
     value = counted(count, "sample") if count else "no sample" + (" clearly" if told.judged else "")
     return FindingCard(title, value, mood if count else "", False, [], note, see, drop)

@@ -5,7 +5,6 @@ Sentences are lists of pieces, so that names, which are untrusted, stay apart fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,12 @@ from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.findings import Findings
 from inrun.report.text import counted, one_line, percent
-from inrun.statistics import binomial_quantile, student_quantile, student_tail
+from inrun.statistics import binomial_quantile, errors_away, student_tail
 
 #: Groups that a sentence names, and characters of a name; few steps decide a run from this part of Σ|c| on.
 MOST_NAMED, MOST_NAME, MUCH = 3, 40, 0.3
-#: How often something may be called clear though nothing did anything: some group of a column, and the samples below zero.
-FALSE_GROUPS, FALSE_SAMPLES = 0.05, 0.01
+#: How often samples below zero may be called clear though nothing did anything.
+FALSE_SAMPLES = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,27 +66,34 @@ class Told:
         return self.scores is not None and self.scores.clear is not None
 
     @property
+    def errors_away(self) -> float | None:
+        """How many standard errors a group must be away from zero; None where nothing can say: without folds, and with two."""
+        return errors_away(len(self.groups), self.folds) if self.judged else None
+
+    @property
+    def above(self) -> list[Group]:
+        """Groups above zero, clear or not; the highest total first."""
+        return sorted((g for g in self.groups if g.total > 0), key=lambda g: -g.total)
+
+    @property
+    def below(self) -> list[Group]:
+        """Groups below zero, clear or not; the lowest total first."""
+        return sorted((g for g in self.groups if g.total < 0), key=lambda g: g.total)
+
+    @property
     def helped(self) -> list[Group]:
-        """Groups above zero, clear of their error where there is one; the highest total first."""
-        return sorted((g for g in self.groups if g.total > 0 and self.clear(g)), key=lambda g: -g.total)
+        """Groups above zero, clear of their error where that can be said; the highest total first."""
+        return [g for g in self.above if self.clear(g)]
 
     @property
     def hurt(self) -> list[Group]:
-        """Groups below zero, clear of their error where there is one; the lowest total first."""
-        return sorted((g for g in self.groups if g.total < 0 and self.clear(g)), key=lambda g: g.total)
-
-    @property
-    def errors_away(self) -> float:
-        """How many standard errors a group must be away from zero.
-
-        Errors of a few folds are rough themselves, and the best of many groups is far out by chance: Student's quantile with
-        folds − 1 degrees, such that of groups that did nothing some is farther away, on either side, in one run of twenty at most.
-        """
-        return student_quantile(FALSE_GROUPS / 2 / max(len(self.groups), 1), self.folds - 1) if self.folds > 1 else CLEAR
+        """Groups below zero, clear of their error where that can be said; the lowest total first."""
+        return [g for g in self.below if self.clear(g)]
 
     def clear(self, group: Group) -> bool:
-        """Whether a group's total is clear of its error; without folds it has none to be clear of."""
-        return group.total != 0 and (group.error is None or abs(group.total) > self.errors_away * group.error)
+        """Whether a group's total is clear of its error; without three folds it has none to be clear of."""
+        away = self.errors_away
+        return group.total != 0 and (away is None or group.error is None or abs(group.total) > away * group.error)
 
     @property
     def by_chance(self) -> int:
@@ -139,28 +145,37 @@ def sentences(told: Told) -> list[list[Piece]]:
 
 
 def _of_groups(told: Told) -> list[Piece]:
-    helped, hurt, judged = told.helped, told.hurt, told.judged
+    helped, hurt, judged = told.helped, told.hurt, told.errors_away is not None
     which = Piece(told.name, "name")
     none = [Piece("No "), Piece(told.column or "group", "name")]
     if judged and not helped and not hurt:
         return [*none, Piece(" is clear of its error for "), which, Piece(": none clearly helped, none clearly hurt.")]
-    said = _best(told, helped, which) if helped else [*none, Piece(" clearly helped " if judged else " helped "), which]
+    said = _best(told, which) if helped else [*none, Piece(" clearly helped " if judged else " helped "), which]
+    unsure = "" if judged or not told.judged else f"; {told.folds} folds cannot say how sure that is"
     if not hurt:
         none_of = f"of the {len(told.groups)} heaviest none" if told.gathered else "none"
-        return [*said, Piece(f"; {none_of} clearly hurt it." if judged else f"; {none_of} is below zero.")]
+        return [*said, Piece(f"; {none_of} clearly hurt it." if judged else f"; {none_of} is below zero{unsure}.")]
     named = _listed([Piece(g.name, "bad") for g in hurt], "more")
-    below = "are below zero" if len(hurt) > 1 else "is below zero"
-    return [*said, Piece("; "), *named, Piece(" hurt it." if judged else f" {below}.")]
+    are = "are below zero" if len(hurt) > 1 else "is below zero"
+    lowest = told.below[0]
+    if judged and lowest is not hurt[0]:
+        said += [Piece("; "), Piece(lowest.name, "name"), Piece(" has the lowest total, but is not clear of its error")]
+        return [*said, Piece("; "), *named, Piece(" clearly hurt it.")]
+    return [*said, Piece("; "), *named, Piece(" hurt it." if judged else f" {are}{unsure}.")]
 
 
-def _best(told: Told, helped: Sequence[Group], which: Piece) -> list[Piece]:
-    judged, best, densest = told.judged, helped[0], max(helped, key=lambda g: g.each)
+def _best(told: Told, which: Piece) -> list[Piece]:
+    """Say who helped: "most" only of what has the highest of all totals, and is clear of its error."""
+    helped, best, densest = told.helped, told.above[0], max(told.above, key=lambda g: g.each)
+    judged = told.errors_away is not None
     share = f" ({percent(best.share)} of all that helped)"
-    if judged:
-        said = [Piece(best.name, "good"), Piece(" helped "), which, Piece(f" most{share}")]
-    else:
-        said = [Piece(best.name, "good"), Piece(" has the highest total for "), which, Piece(share)]
-    if densest is best or told.gathered:  # a light group that has no name here may be denser
+    highest = [Piece(best.name, "good" if best is helped[0] else "name"), Piece(" has the highest total for "), which, Piece(share)]
+    if best is not helped[0]:
+        clear = _listed([Piece(g.name, "good") for g in helped], "more")
+        return [*highest, Piece(", but is not clear of its error; "), *clear, Piece(" clearly helped")]
+    said = [Piece(best.name, "good"), Piece(" helped "), which, Piece(f" most{share}")] if judged else highest
+    # A light group that has no name here may be denser, and one that is not clear of its error is not known to be.
+    if densest is best or densest not in helped or told.gathered:
         return said
     return [*said, Piece(", "), Piece(densest.name, "good"), Piece(" most per sample" if judged else " the highest per sample")]
 

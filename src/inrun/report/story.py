@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inrun.analysis.queries import NO_VALUE
 from inrun.analysis.summary_page import standing_out, sums
 from inrun.report.accounts import SetAccounts
 from inrun.report.cards import FindingCard, finding_cards
@@ -92,7 +93,7 @@ def notices(found: Findings) -> list[str]:
             "No metadata was registered for the samples, so there are no domains and no texts; see ledger.register_samples."
         )
     elif found.used_without_metadata:
-        notes.append(f"Used without metadata: {counted(found.used_without_metadata, 'sample')}, here the group “(no metadata)”.")
+        notes.append(f"Used without metadata: {counted(found.used_without_metadata, 'sample')}, here the group “{NO_VALUE}”.")
     if found.more_sets:
         notes.append(f"Not shown: {counted(found.more_sets, 'more validation set')}; inrun scores RUN -v NAME has them.")
     if found.shown.left_out:

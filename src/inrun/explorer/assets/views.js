@@ -8,7 +8,7 @@ export const go = { toSamples: () => {}, toSample: () => {} };
 const hidden = { groups: new Set(), loss: new Set() };
 let found = {};
 
-const agreement = (f) => `${plural(f.samples, "sample")}. Correlation ${number(f.correlation)}${f.rank_correlation === null || f.rank_correlation === undefined ? "" : `, of ranks ${number(f.rank_correlation)}`}. The stronger the colour, the more samples; the outermost 0.2 % are in the outer cells.`;
+const agreement = (f, what = "sample") => `${plural(f.samples, what)}. Correlation ${number(f.correlation)}${f.rank_correlation === null || f.rank_correlation === undefined ? "" : `, of ranks ${number(f.rank_correlation)}`}. The stronger the colour, the more ${what}s; the outermost 0.2 % are in the outer cells.`;
 
 export async function drawPair() {
   const [x, y] = [byId("pair-x").value, byId("pair-y").value];
@@ -93,11 +93,13 @@ function showRuns() {
   byId("loss-caption").textContent = known.runs.length > 1 ? `The loss on ${wanted ?? "–"} before each step.` : "The loss on every validation set before each step.";
 }
 
+// What samples are matched by: what was chosen for these two runs, or what the server takes for them.
+let chosenKey = "";
 export async function drawCompare() {
-  const asked = { a: byId("compare-a").value, b: byId("compare-b").value, x: byId("compare-x").value, y: byId("compare-y").value, key: byId("compare-key").value };
+  const asked = { a: byId("compare-a").value, b: byId("compare-b").value, x: byId("compare-x").value, y: byId("compare-y").value, key: chosenKey };
   const answer = await ask("compare", "/api/compare", asked);
   if (!answer) return;
-  options(byId("compare-key"), [["id", "sample id"], ...answer.keys.map((k) => [`c:${k}`, k])], asked.key);
+  options(byId("compare-key"), [["id", "sample id"], ...answer.keys.map((k) => [`c:${k}`, k])], answer.key);
   found.compare = answer;
   showCompare();
 }
@@ -107,8 +109,12 @@ function showCompare() {
   const shown = (side, set) => { const r = known.runs[Number(byId(side).value)]; return `${r.name}, ${r.sets.find((s) => s.name === byId(set).value)?.shown ?? ""}`; };
   const [a, b] = [shown("compare-a", "compare-x"), shown("compare-b", "compare-y")];
   cells(byId("compare-chart"), answer, { name: `Scores of ${a} against ${b}`, xname: a, yname: b });
-  byId("compare-caption").textContent = agreement(answer);
-  const head = [{ text: "sample" }, { text: a, num: true }, { text: b, num: true }, { text: "apart, in standard deviations", num: true }, { text: "to see it", unseen: true }];
+  const by = answer.key === "id" ? "" : answer.key.slice(2);
+  const what = by === "" ? "sample" : by;
+  const strange = answer.others ? `${whole(answer.others)} sample ids mean ${answer.keys.includes("document") ? "pieces of different documents" : "different texts"} in the two runs` : "";
+  const said = by === "" ? (strange ? `Careful: ${strange}, so unrelated samples are compared. ` : "Compared sample by sample, by id. ") : `Compared by ${by}: the scores of all samples with the same one are added up${strange ? ` (${strange})` : ""}. `;
+  byId("compare-caption").textContent = said + agreement(answer, what);
+  const head = [{ text: what }, { text: a, num: true }, { text: b, num: true }, { text: "apart, in standard deviations", num: true }, { text: "to see it", unseen: true }];
   const place = Number(byId("compare-a").value);
   const rows = answer.moved.map((m) => [m.key, number(m.x, true), number(m.y, true), number(m.gap, true), button("Open", (e) => go.toSample(place, m.id, e.target), `Open sample ${m.id}`)]);
   byId("compare-table").replaceChildren(table(head, rows, "Where the two differ most"));
@@ -134,6 +140,7 @@ export function listenViews() {
   for (const id of ["pair-x", "pair-y", "pair-filtered"]) byId(id).addEventListener("change", drawPair);
   for (const id of ["by", "stages"]) byId(id).addEventListener("change", () => { hidden.groups.clear(); drawGroups(); });
   byId("measure").addEventListener("change", showGroups);
-  for (const id of ["compare-a", "compare-b"]) byId(id).addEventListener("change", () => { fitViews(); drawCompare(); });
-  for (const id of ["compare-x", "compare-y", "compare-key"]) byId(id).addEventListener("change", drawCompare);
+  for (const id of ["compare-a", "compare-b"]) byId(id).addEventListener("change", () => { chosenKey = ""; fitViews(); drawCompare(); });
+  for (const id of ["compare-x", "compare-y"]) byId(id).addEventListener("change", drawCompare);
+  byId("compare-key").addEventListener("change", () => { chosenKey = byId("compare-key").value; drawCompare(); });
 }

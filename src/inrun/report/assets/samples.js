@@ -142,7 +142,7 @@ function fillGroups() {
   const select = byId("group");
   if (!select) return;
   const names = [...new Set(data.shown.samples.map((s) => (s.g ?? [])[state.column] ?? ""))].sort();
-  select.replaceChildren(make("option", { value: "", text: "all" }), ...names.map((name) => make("option", { value: `=${name}`, text: name || "(no metadata)" })));
+  select.replaceChildren(make("option", { value: "", text: "all" }), ...names.map((name) => make("option", { value: `=${name}`, text: name || "(no value)" })));
   state.group = "";
 }
 

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, field
 from statistics import stdev
 from typing import Any
 
-from inrun.analysis.queries import CLEAR
+from inrun.analysis.queries import CLEAR, NO_VALUE
 from inrun.ledger.tables import Tables, quoted
 from inrun.report.findings import Findings
 from inrun.report.panel import Panel
 from inrun.report.text import digits, one_line
+from inrun.statistics import errors_away
 
 #: Stages of training; groups that get a colour; groups with a row in the tables.
 STAGES, MOST_COLOURS, MOST_ROWS = 20, 16, 24
-NO_METADATA, OTHER = "(no metadata)", "other"
+OTHER = "other"
 
 
 @dataclass
@@ -33,6 +34,10 @@ class Grouping:
     gathered: int = 0
     #: Per set and group: total, samples, uses, negative, clear and error, that of the total over the folds (None without).
     whole: list[list[dict[str, Any]]] = field(default_factory=list)
+    #: Per set: standard errors that a total must be away from zero to be clear of it, as in the finding; None without three folds.
+    away: list[float | None] = field(default_factory=list)
+    #: Per set: how many folds it has.
+    folds: list[int] = field(default_factory=list)
     #: Per set and coloured group (and "other"): ``total``, ``uses`` and ``new`` (samples used first) per stage.
     stages: list[list[dict[str, list[Any]]]] = field(default_factory=list)
 
@@ -88,6 +93,9 @@ def group_by(tables: Tables, column: str, sets: dict[str, list[str]], stages: St
     added = _added(tables, sets, stages)
     for name, row, error in _errors(added, sets):
         found.whole[list(sets).index(name)][row]["error"] = error
+    named = [sum(r["samples"] > 0 for r in rows[: len(rows) - bool(found.gathered)]) for rows in found.whole]
+    found.folds = [len(labels) for labels in sets.values()]
+    found.away = [errors_away(n, k) for n, k in zip(named, found.folds, strict=True)]
     found.stages = _staged(tables, sets, stages, added, colours, colours + (count > colours))
     return found
 
@@ -96,7 +104,7 @@ def _labels(kinds: list[str | None]) -> list[str]:
     """Return names to show; two that look alike once made visible are told apart."""
     labels: list[str] = []
     for kind in kinds:
-        label = NO_METADATA if kind is None else one_line(kind, 80)
+        label = NO_VALUE if kind is None else one_line(kind, 80)
         while label in labels:
             label += " ′"
         labels.append(label)

@@ -46,19 +46,20 @@ function drawStages(found) {
 function drawSides(grouping) {
   const groups = grouping.whole[state.set].map((g, k) => ({ ...g, name: grouping.names[k] })).filter((g) => g.samples);
   const ordered = [...groups].sort((a, b) => a.total - b.total);
-  const judged = groups.some((g) => g.error !== null);
-  const clear = (g) => !judged || Math.abs(g.total) > 2 * g.error;
-  const kinds = [["helped", colour(0), (g) => g.total > 0 && clear(g)], ["hurt", colour(5), (g) => g.total < 0 && clear(g)], ["not clear of its error", OTHER[mode()], (g) => !clear(g) || g.total === 0]];
+  const [away, folds] = [grouping.away[state.set], grouping.folds[state.set]];
+  const judged = away !== null && groups.some((g) => g.error !== null); // by the same measure as the finding
+  const clear = (g) => !judged || Math.abs(g.total) > away * g.error;
+  const kinds = [[judged ? "helped" : "above zero", colour(0), (g) => g.total > 0 && clear(g)], [judged ? "hurt" : "below zero", colour(5), (g) => g.total < 0 && clear(g)], ["not clear of its error", OTHER[mode()], (g) => !clear(g) || g.total === 0]];
   const narrow = innerWidth < 500;
   const cut = (name) => label(narrow && name.length > 15 ? `${name.slice(0, 14)}…` : name);
   const rows = ordered.map((g, y) => ({ ...g, y }));
   const items = kinds.map(([name, fill, mine]) => {
     const own = rows.filter(mine);
-    const error = judged ? { error_x: { type: "data", array: own.map((g) => 2 * g.error), color: token("--ink"), thickness: 1.2, width: 3 } } : {};
+    const error = judged ? { error_x: { type: "data", array: own.map((g) => away * g.error), color: token("--ink"), thickness: 1.2, width: 3 } } : {};
     return { name, swatch: fill, count: own.length, trace: { type: "bar", orientation: "h", x: own.map((g) => g.total), y: own.map((g) => g.y), customdata: own.map((g) => label(g.name)), marker: { color: fill }, hovertemplate: "%{customdata}: %{x:.3g}", ...error } };
   }).filter((item) => item.count);
   byId("sides-chart").style.height = `${Math.max(150, 70 + 30 * rows.length)}px`;
-  const said = `Total per ${grouping.column} for ${data.sets[state.set]}: right of zero lowered the loss, left raised it.` + (judged ? " The whiskers are two standard errors, over the folds." : " Without folds nothing says how sure a total is.");
+  const said = `Total per ${grouping.column} for ${data.sets[state.set]}: right of zero lowered the loss, left raised it.` + (judged ? ` The whiskers are ${away.toFixed(1)} standard errors, over ${whole(folds)} folds: what they keep clear of zero helped or hurt clearly.` : folds > 1 ? ` ${whole(folds)} folds cannot say how sure a total is.` : " Without folds nothing says how sure a total is.");
   draw("sides", items, { barmode: "overlay", bargap: 0.3, hovermode: "closest", margin: { l: 10, r: 14, t: 10, b: 44 }, xaxis: { title: "loss (right = it fell)", zeroline: true, zerolinecolor: token("--ink") }, yaxis: { tickvals: rows.map((g) => g.y), ticktext: rows.map((g) => cut(g.name)), showgrid: false, zeroline: false, nticks: undefined, range: [-0.6, rows.length - 0.4] } }, said);
 }
 
