@@ -19,8 +19,9 @@ $(VENV)/dev: $(VENV)/core
 demo: $(VENV)/core
 	$(BIN)/inrun demo
 
+# Work is stolen from the end, so that tests of one file, which share jobs of several processes, stay with one worker.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not browser"
 
 test-slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow
