@@ -33,10 +33,10 @@ class Counted:
     ("rounds", "slow_rounds", "fast", "slow"),
     [
         (1, 1, [1], [1]),
-        (3, 1, [3], [1]),
-        (7, 3, [3, 2, 2], [1, 1, 1]),
-        (6, 1, [2, 2, 2], [1]),
-        (4, 0, [2, 2], []),
+        (11, 1, [11], [1]),
+        (19, 3, [7, 6, 6], [1, 1, 1]),
+        (18, 1, [6, 6, 6], [1]),
+        (12, 0, [6, 6], []),
     ],
 )
 def test_rounds_are_shared_out_over_instances(rounds: int, slow_rounds: int, fast: list[int], slow: list[int]) -> None:

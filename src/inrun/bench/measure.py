@@ -21,8 +21,8 @@ import torch
 from inrun.bench.contestants import Entry
 from inrun.bench.shape import Shape
 
-#: How often each contestant is made, if there are two rounds for each.
-INSTANCES = 3
+#: How often each contestant is made, if there are so many rounds for each: the first steps of a run have looks at the rows.
+INSTANCES, ROUNDS_EACH = 3, 6
 #: A contestant, its step, and a function that tells the bytes held between steps.
 Made = tuple[Entry, Callable[[int], None], Callable[[], int]]
 
@@ -101,7 +101,7 @@ def measure(
     """
     shape.check()
     keep_freed_memory()
-    times = max(1, min(INSTANCES, rounds // 2))
+    times = max(1, min(INSTANCES, rounds // ROUNDS_EACH))
     found: dict[str, Result] = {}
     for instance in range(times):
         # Rounds are shared out, the first instances have one more.
