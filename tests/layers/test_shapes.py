@@ -104,6 +104,22 @@ def test_running_sums(n: int, p: int, q: int, sums: int, k: int) -> None:
     assert single[1].dtype == torch.float64
 
 
+@pytest.mark.parametrize("room", [1, 400, 4 << 20], ids=["row by row", "some rows", "all rows"])
+@pytest.mark.parametrize(("n", "t", "segment", "projected"), [(4, 1, 4, True), (3, 4, 4, True), (3, 5, 4, False), (0, 2, 4, True)])
+def test_few_positions_are_projected_on_the_signs(
+    n: int, t: int, segment: int, projected: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inrun.layers.shapes.SCRATCH_BYTES", room)
+    x, y = floats(n, t, 5), floats(n, t, 12, seed=1)
+    signs = torch.randint(0, 2, (5, 12), generator=torch.Generator().manual_seed(3)).double() * 2 - 1
+    formed = []
+    monkeypatch.setattr(Outer, "form", lambda self: formed.append(self) or torch.einsum("ntp,ntq->npq", self.x, self.y))
+    found = Outer(x, y).segment_sums(signs.flatten(), SketchPlan(5, 12, segment, 7))
+    whole = torch.einsum("ntp,ntq->npq", x, y)
+    torch.testing.assert_close(found, (whole * signs).view(n, -1, segment).sum(2) if n else found.new_zeros(0, 15))
+    assert projected == (not formed)
+
+
 @pytest.mark.parametrize("heavy", [1, 2])
 def test_the_heaviest_rows_are_kept_apart(heavy: int) -> None:
     shape, whole = outer()

@@ -202,10 +202,29 @@ class Outer(GradientShape):
         return torch.bmm(self.x.to(dtype).transpose(1, 2), self.y.to(dtype))
 
     def segment_sums(self, signs: Tensor, plan: SketchPlan) -> Tensor:
-        """Form some gradients at a time, in memory that is reused."""
+        """Project few positions on the signs; of more form some gradients at a time, in memory that is reused."""
+        if 0 < self.x.shape[1] <= plan.segment and plan.columns == self.y.shape[2]:
+            return self._projected_sums(signs, plan)
         piece = max(1, SCRATCH_BYTES // max(signs.nbytes, 1))
         some = [slice(i, i + piece) for i in range(0, max(len(self.x), 1), piece)]
         return torch.cat([Formed(Outer(self.x[s], self.y[s]).form()).segment_sums(signs, plan) for s in some])
+
+    def _projected_sums(self, signs: Tensor, plan: SketchPlan) -> Tensor:
+        """Return Σ_t x_ntp (Σ_{c in segment j} sign_pc y_ntc), ``[n, p·J]``: t numbers per segment where forming makes ℓ.
+
+        That is a matrix product per segment (of the size of the layer's forward, all together), some rows of the weight at a time.
+        """
+        (n, t, p), segment, j = self.x.shape, plan.segment, plan.per_row
+        x, y = self.x.to(signs.dtype), self.y.to(signs.dtype).reshape(n * t, j, segment).transpose(0, 1)
+        by_segment = signs.view(p, j, segment).permute(1, 2, 0)
+        found = x.new_empty(n, p, j)
+        rows = max(1, SCRATCH_BYTES // max(n * t * j * x.itemsize, 1))
+        for first in range(0, p, rows):
+            some, count = slice(first, first + rows), min(rows, p - first)
+            made = torch.bmm(y, by_segment[:, :, some], out=scratch_like(x, (j, n * t, count)))
+            made = made.view(j, n, t, count).mul_(x[:, :, some])
+            found[:, some] = (made.sum(2) if t > 1 else made[:, :, 0]).permute(1, 2, 0)
+        return found.view(n, p * j)
 
     def total_and_sketch(
         self, v: Tensor | None, signs: Tensor, weights: Tensor, plan: SketchPlan
