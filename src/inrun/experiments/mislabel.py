@@ -84,7 +84,7 @@ _QUICK = replace(
 )
 
 
-def _columns(scratch: Setting, resnet: Setting) -> MislabelConfig:
+def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelConfig:
     # Shapley and leave-one-out, the dearest, are had once: from scratch, where `selection` needs them too.
     small = replace(scratch, start="clean", retraining=SUBSETS)
     settings = {
@@ -93,7 +93,7 @@ def _columns(scratch: Setting, resnet: Setting) -> MislabelConfig:
         "small net, from scratch": scratch,
         "ResNet-18, new head": resnet,
     }
-    return MislabelConfig(settings, {"ResNet-18, new head": 1})
+    return MislabelConfig(settings, {"ResNet-18, new head": resnet_sets})
 
 
 SIZES = {
@@ -107,8 +107,8 @@ SIZES = {
             ),
         }
     ),
-    "quick": _columns(_QUICK, replace(_RESNET, samples=400, validation=128, training=_QUICK.training, dimension=128)),
-    "full": _columns(_FULL, _RESNET),
+    "quick": _columns(_QUICK, replace(_RESNET, samples=400, validation=128, training=_QUICK.training, dimension=128), 1),
+    "full": _columns(_FULL, _RESNET, 3),
 }
 
 
