@@ -42,8 +42,11 @@ def bent_by_differences(
     """Return ∇ℓ + ½H·d with H·d = (∇ℓ(w + hd) − ∇ℓ(w − hd)) / 2h, ∇ℓ itself, and h.
 
     The step h balances rounding (precision / h) against the curvature of the Hessian (h²), times ``shorter``. The 1/32 was
-    found on small GPTs: weights of scale 0.02 turn the Hessian within a much shorter way than their norm suggests. Where passes
-    round weights (a bfloat16 policy of ``fully_shard``), the same GPTs want a tenth of what that precision suggests.
+    found on small GPTs: weights of scale 0.02 turn the Hessian within a much shorter way than their norm suggests.
+
+    Where a policy of ``fully_shard`` rounds the weights of passes (to bfloat16), ±hd is less than it can tell: the two passes take
+    weights as they are, and ∇ℓ of the result is their mean, so that both terms are of one function. Losses, and the ∇ℓ that is
+    returned beside it, stay those of the weights that the run trains with.
     """
     plain = own(validation.gradients(parameters, step))
     bent = own(plain)
@@ -51,13 +54,14 @@ def bent_by_differences(
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    in_passes = max(torch.finfo(s.pass_dtype).eps for s in moving)
-    short = shorter / (320 if in_passes > precision else 32)
-    h = short * max(precision, in_passes) ** (1 / 3) * (1.0 + _norm([s.weight for s in moving], validation.processes)) / length
-    for sign in (1.0, -1.0):
-        with path.at(moving, move, sign * h):
-            there = validation.gradients(parameters, step)
-        add_scaled(bent, there, sign * 0.25 / h)
+    h = shorter / 32 * precision ** (1 / 3) * (1.0 + _norm([s.weight for s in moving], validation.processes)) / length
+    with validation.in_own_precision() as rounds_else:
+        if rounds_else:
+            bent.raw = [None] * len(parameters)
+        for sign in (1.0, -1.0):
+            with path.at(moving, move, sign * h):
+                there = validation.gradients(parameters, step)
+            add_scaled(bent, there, sign * 0.25 / h + (0.5 if rounds_else else 0.0))
     return bent, plain, h
 
 

@@ -78,12 +78,6 @@ class Scored:
         """Note how it is split over processes, and what tells the tensor that stands for it while it is whole."""
         self.shards, self.unsharded = shards, unsharded
 
-    @property
-    def pass_dtype(self) -> torch.dtype:
-        """Return the precision in which passes use it: under a policy of ``fully_shard`` not that of the parameter."""
-        standing = None if self.unsharded is None else self.unsharded()
-        return self.parameter.dtype if standing is None else standing.dtype
-
     def whole(self, x: Tensor) -> Tensor:
         """Return a tensor of this parameter's rows here, ``[k, ...]``, with the rows of all processes."""
         return x if self.shards is None else self.shards.whole(x)
