@@ -176,6 +176,20 @@ class Site:
         return self.rule.lead(self.module, args, kwargs)
 
 
+class Called(dict[Site, bool]):
+    """Sites that a pass called, each with whether it was with gradient."""
+
+    #: The precision of an autocast block, the callable's own or the model's, that some of them were called in.
+    autocast: torch.dtype | None = None
+
+    def note(self, site: Site) -> None:
+        """Note a call."""
+        self[site] = self.get(site, False) or torch.is_grad_enabled()
+        device = next((s.parameter.device.type for s in site.scored.values()), "cpu")
+        if torch.is_autocast_enabled(device):
+            self.autocast = torch.get_autocast_dtype(device)
+
+
 def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[nn.Parameter, Scored]:
     """List the trainable parameters of the model that some optimizer moves."""
     names = {p: name for name, p in model.named_parameters()}

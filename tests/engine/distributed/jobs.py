@@ -178,6 +178,16 @@ IN_SINGLE = [
     Play("whole, float32", {"sketch": 256}, model=SINGLE, steps=4),
     Play("first, float32", {"method": "first"}, model=SINGLE, steps=5),
 ]
+
+
+def in_each_other(model: Any) -> Any:
+    """Apply fully_shard to the layers of blocks, to blocks and to the model."""
+    for block in model.blocks:
+        for layer in (block.qkv, block.norm1):
+            fully_shard(layer, mp_policy=HALF)
+    return sharded(policy=HALF)(model)
+
+
 #: In these, figures are those of rounded weights.
 ROUNDED = [
     Play("fsdp first, bfloat16", {"method": "first"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
@@ -185,6 +195,7 @@ ROUNDED = [
     Play("fsdp midpoint, bfloat16", {"method": "midpoint"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp second, bfloat16", SECOND, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp second, bfloat16, kept whole", SECOND, wrap=sharded(False, HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp second, bfloat16, nested", SECOND, wrap=in_each_other, model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp second, bfloat16, reduced so", SECOND, wrap=sharded(policy=COARSE), model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp second, bfloat16, rough", SECOND, wrap=sharded(policy=HALF), model=SINGLE, optimizer=rough, steps=3, clip=None),
     Play("fsdp whole, bfloat16", {"sketch": 256}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),

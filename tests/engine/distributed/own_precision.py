@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import inrun
 from inrun import torch_private
+from inrun.training.gpt import GPT, GPTConfig
 
 ROUGH = BY_NAME["fsdp second, bfloat16, rough"]
 
@@ -83,6 +85,21 @@ def failing(again: bool, rank: int, world: int) -> dict[str, Any]:
     return {"told": "", "weights": []}
 
 
+class Autocast(GPT):
+    """Rounds by itself, as models that Accelerate prepared do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(tokens)  # type: ignore[no-any-return]
+
+
+def autocast(rank: int, world: int) -> list[Tensor]:
+    """Passes are rounded whatever the weights are: wide ones, which cost more, would bring nothing."""
+    play = dataclasses.replace(playing(True), model=lambda: Autocast(GPTConfig(23, 12, 8, 2, 2, 0.0, True)))
+    with patch("inrun.engine.validation.in_own_precision", side_effect=AssertionError):
+        return train(play, rank, validation_of(play, [rank], world))
+
+
 JOBS: dict[str, dict[str, Any]] = {
     "own precision": {
         **{
@@ -94,5 +111,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "failing, kept": functools.partial(failing, False),
         "not put back": not_put_back,
         "rounded": rounded,
+        "autocast": autocast,
     }
 }

@@ -55,3 +55,7 @@ def test_rounded_passes_would_show() -> None:
     """The control of what test_processes.py holds to 2e-2: the same play, with differences of rounded weights."""
     gaps = batch_gaps(assembled(found("rounded"), ROUGH), play_part(ROUGH, 0, 1))
     assert min(gaps) > 0.1, gaps
+
+
+def test_models_that_round_by_themselves_are_left_to_it() -> None:
+    assert len(found("autocast")[0]) > 0
