@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,145 @@ def test_split_parameters_are_known_with_what_stands_for_them(tmp_path: Path) ->
     finally:
         torch.distributed.destroy_process_group()
     assert torch_private.fsdp_parameters(nn.Linear(2, 3)) == {}
+
+
+@pytest.fixture
+def alone(tmp_path: Path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Watched(nn.Linear):
+    """Notes in which precision it is called and gives gradients, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.seen: list[torch.dtype] = []
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.seen += [x.dtype, self.weight.dtype, out.dtype]
+        if self.fails:
+            raise ZeroDivisionError
+        return out
+
+
+def rounding(again: bool = False, outer: bool = True, **options) -> nn.Sequential:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Watched(), nn.Sequential(Watched()))
+    policy = MixedPrecisionPolicy(**({"param_dtype": torch.bfloat16} | options))
+    fully_shard(model[1], mp_policy=policy, reshard_after_forward=again)
+    return fully_shard(model, mp_policy=policy, reshard_after_forward=again) if outer else model
+
+
+def what_fsdp_keeps(model: nn.Module) -> list[object]:
+    """By identity: policies, dtypes, buffers, parameters that stand for split ones."""
+    groups = torch_private.fsdp_groups(model)
+    kept: list[object] = [m._get_fsdp_state()._mp_policy for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    for g in groups:
+        kept += [g._reduce_dtype, g._sharded_state]
+        for held in g.fsdp_params:
+            kept += [held.param_dtype, held._unsharded_param, held._unsharded_param.grad, held.unsharded_accumulated_grad]
+            kept += [*held.all_gather_outputs, held.all_gather_outputs[0].untyped_storage().size()]
+    return kept + list(model.parameters())
+
+
+def weights_after_a_step(model: nn.Module) -> list[torch.Tensor]:
+    model(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        return [p.sub_(p.grad, alpha=0.1).full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("inputs", [True, False])
+def test_passes_run_in_the_precision_of_the_parameters_and_leave_no_trace(again: bool, inputs: bool) -> None:
+    """Breaks: second under a bfloat16 policy would take differences of rounding."""
+    half, single = torch.bfloat16, torch.float32
+    model, twin = (rounding(again, reduce_dtype=single, output_dtype=half, cast_forward_inputs=inputs) for _ in range(2))
+    x = torch.ones(2, 3, dtype=half)
+    model(x).sum().backward()
+    twin(x).sum().backward()
+    model[0].seen.clear(), model[1][0].seen.clear()
+
+    model.reshard(), model[1].reshard()
+    before = what_fsdp_keeps(model)
+    with torch_private.fsdp_in_own_precision(model) as rounds_else:
+        assert rounds_else
+        out = model(x)
+        assert out.dtype == single
+        out.sum().backward()
+    assert set(model[0].seen + model[1][0].seen) == {single}
+    after = what_fsdp_keeps(model)
+    assert all(a is b or a == b for a, b in zip(after, before, strict=True) if not isinstance(a, torch.Tensor))
+    assert all(a is b for a, b in zip(after, before, strict=True) if isinstance(a, torch.Tensor))
+    # The control: outside of the block the policy holds, and what is trained is what the twin trains.
+    assert model(x).dtype == half and model[0].weight.dtype == (single if again else half)
+    if inputs:
+        model.reshard(), model[1].reshard()
+        model.zero_grad(), twin.zero_grad()
+        assert all(map(torch.equal, weights_after_a_step(model), weights_after_a_step(twin)))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("again", [True, False])
+def test_passes_that_fail_in_the_precision_of_the_parameters_leave_no_trace(again: bool) -> None:
+    model = rounding(again)
+    model(torch.ones(2, 3)).sum().backward()
+    model.reshard(), model[1].reshard()
+    before = what_fsdp_keeps(model)
+    model[1][0].fails = True
+    with pytest.raises(ZeroDivisionError), torch_private.fsdp_in_own_precision(model):
+        model(torch.ones(2, 3))
+    after = what_fsdp_keeps(model)
+    assert all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_that_wait_to_be_reduced_wait_on() -> None:
+    """Of microbatches without synchronisation: they are no part of what passes beside them find."""
+    for reduce_dtype in (None, torch.float32):
+        model = rounding(reduce_dtype=reduce_dtype)
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(2, 3)).sum().backward()
+        held = [x for g in torch_private.fsdp_groups(model) for x in g.fsdp_params]
+
+        def waiting(held=held) -> list[torch.Tensor]:
+            return [x._unsharded_param.grad if x.unsharded_accumulated_grad is None else x.unsharded_accumulated_grad for x in held]
+
+        before = waiting()
+        copies = [x.clone() for x in before]
+        model.set_requires_gradient_sync(True)
+        with torch_private.fsdp_in_own_precision(model):
+            model(torch.zeros(1, 3)).sum().backward()
+        assert all(a is b for a, b in zip(waiting(), before, strict=True)) and all(map(torch.equal, before, copies))
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_rounding_is_taken_away() -> None:
+    """A policy that gathers as the parameters are has nothing to change; one that only reduces in less has, and an idle one."""
+    plain, wider = rounding(param_dtype=None), rounding(param_dtype=torch.float64)
+    for model in (plain, wider):
+        model(torch.ones(1, 3))
+        with torch_private.fsdp_in_own_precision(model) as rounds_else:
+            assert not rounds_else
+    model = rounding(param_dtype=None, reduce_dtype=torch.bfloat16)
+    third, gradients = torch.full((1, 3), 1 / 3), []
+    for around in (torch_private.fsdp_in_own_precision, lambda _: contextlib.nullcontext()):
+        model(third).sum().backward()
+        model.zero_grad()
+        with around(model):
+            model(third).sum().backward()
+        gradients.append(model[0].weight.grad.full_tensor().clone())
+    assert not torch.equal(gradients[0].bfloat16().float(), gradients[0])
+    assert torch.equal(gradients[1].bfloat16().float(), gradients[1])
+    never_called = rounding(outer=False)
+    with torch_private.fsdp_in_own_precision(never_called) as rounds_else:
+        assert not rounds_else
 
 
 def test_operations_can_be_watched() -> None:

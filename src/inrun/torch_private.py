@@ -6,6 +6,7 @@ Public ways are used wherever they exist. What is left here has none in the rele
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import types
 import weakref
@@ -31,6 +32,7 @@ __all__ = [
     "foreign_gradient_hooks",
     "forward_hooks",
     "fsdp_groups",
+    "fsdp_in_own_precision",
     "fsdp_parameters",
     "held_parameters",
     "is_compiled",
@@ -120,6 +122,93 @@ def fsdp_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], Any]]:
         return lambda: getattr(held, "_unsharded_param", None)
 
     return {held.sharded_param: unsharded(held) for g in fsdp_groups(model) for held in g.fsdp_params}
+
+
+@contextlib.contextmanager
+def fsdp_in_own_precision(model: nn.Module) -> Iterator[bool]:
+    """Let passes run in the precision of the parameters themselves; tell whether ``fully_shard`` gathers or reduces in less else.
+
+    What such passes gather has buffers of its own for the time of the block: the policy's, and the parameters that stand in them,
+    with gradients that wait there, come back as the same objects. All parameters are split before and after the block.
+    """
+    groups = list(dict.fromkeys(fsdp_groups(model)))
+    rounded = [held for g in groups for held in g.fsdp_params if _is_rounded(held)]
+    reduced = [g for g in groups if _is_coarser(getattr(g, "_reduce_dtype", None), getattr(g, "_orig_dtype", None))]
+    if not rounded and not reduced:
+        yield False
+        return
+    with contextlib.ExitStack() as undo:
+        for g in groups:
+            _split(g)
+        for held in rounded:
+            fields: dict[str, Any] = {"param_dtype": None, "all_gather_outputs": [], "unsharded_accumulated_grad": None}
+            undo.callback(_exchange(held, fields, without=("_unsharded_param",)))
+        for g in reduced:
+            undo.callback(_exchange(g, {"_reduce_dtype": None}))
+        for state, policy in _policies_without_rounding(model).items():
+            undo.callback(_exchange(state, {"_mp_policy": policy}))
+        # What was pushed last is undone first: buffers of the block are freed while they are the ones in place.
+        for g in groups:
+            undo.callback(_split, g)
+        yield True
+
+
+def _split(group: Any) -> None:
+    """Let go of whole parameters, also after a pass that failed, where ``reshard`` may keep them; wait for those on their way."""
+    group.wait_for_unshard()
+    group._to_sharded()
+
+
+def _exchange(owner: Any, fields: dict[str, Any], without: tuple[str, ...] = ()) -> Callable[[], None]:
+    """Set some attributes and take others away; return what puts the old ones back."""
+    named = (*fields, *without)
+    before = {name: vars(owner)[name] for name in named if name in vars(owner)}
+
+    def put_back() -> None:
+        for name in named:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
+
+    for name in without:
+        vars(owner).pop(name, None)
+    vars(owner).update(fields)
+    return put_back
+
+
+def _is_coarser(dtype: torch.dtype | None, than: torch.dtype | None) -> bool:
+    """Whether numbers of the first kind are rounded more than those of the second; None stands for no rounding."""
+    if dtype is None or than is None or not (dtype.is_floating_point and than.is_floating_point):
+        return False
+    return torch.finfo(dtype).eps > torch.finfo(than).eps
+
+
+def _is_rounded(held: Any) -> bool:
+    """Whether a policy rounds a parameter when it is gathered; one with a way of its own to be gathered is left to it.
+
+    FSDP looks at its policy in the first pass that a parameter takes part in: of those that never did, nothing is rounded.
+    """
+    dtype = getattr(held, "param_dtype", None)
+    return _is_coarser(dtype, held.sharded_param.dtype) and not hasattr(held._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def _policies_without_rounding(model: nn.Module) -> dict[Any, Any]:
+    """Return, by what has a policy, one that casts inputs and outputs to the parameters' precision where it cast them to less.
+
+    Inputs also where it casts none: whoever gives them in the policy's precision would have them meet wider weights.
+    """
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    found = {}
+    for state in dict.fromkeys(m._get_fsdp_state() for m in modules):
+        # A module whose children have all its parameters casts, too.
+        own = {held.sharded_param.dtype for g in _groups_of(state) or fsdp_groups(model) for held in g.fsdp_params}
+        wide = min((x for x in own if x.is_floating_point), key=lambda x: torch.finfo(x).eps, default=None)
+        policy, changes = state._mp_policy, {}
+        if _is_coarser(policy.param_dtype, wide):
+            changes = {"param_dtype": wide, "cast_forward_inputs": True}
+        if _is_coarser(policy.output_dtype, wide):
+            changes["output_dtype"] = wide
+        found[state] = dataclasses.replace(policy, **changes)
+    return found
 
 
 def current_backward() -> int:

@@ -255,6 +255,43 @@ def test_second_order_by_differences() -> None:
     assert relative_error(found["differences"], found["double"]) < 1e-7
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_differences_go_a_longer_way_where_passes_are_rounded_by_autocast(inside: bool) -> None:
+    """By the block of a callable, or by one that a model enters itself: the block is theirs and stays on."""
+
+    class Net(nn.Sequential):
+        rounds = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.rounds):
+                return super().forward(x)
+
+    def ways(rounds: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: nn.Module = (Net if inside else nn.Sequential)(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.randn(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen: list[Tensor] = []
+
+        def loss(called: nn.Module) -> Tensor:
+            seen.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            model.rounds = rounds and inside
+            with torch.autocast("cpu", torch.bfloat16, enabled=rounds and not inside):
+                found = called(x).float().square().mean()
+            model.rounds = False
+            return found
+
+        options = {"method": "second", "hessian": "differences", "audit_every": 0, "validation_mode": "train"}
+        with inrun.Accountant(model, optimizer, loss, **options) as accountant, accountant.step(range(6)):
+            model(x).square().mean().backward()
+            optimizer.step()
+        here, *there = seen[-3:]
+        return [float((w - here).norm()) for w in there]
+
+    for short, long in zip(ways(False), ways(True), strict=True):
+        assert long / short == pytest.approx(2.0 ** (16 / 3) / 10, rel=1e-2)
+
+
 @pytest.mark.parametrize(("method", "order"), [("first", 2), ("second", 3), ("midpoint", 3)])
 def test_convergence_order(method: str, order: int) -> None:
     """Halving the step divides the error of the sum by 2^order, for SGD with momentum."""

@@ -95,7 +95,8 @@ class Accountant:
             A rule that is named ("midpoint", "trapezoid", "simpson", "gauss2" to "gauss32") is kept at every step of the step game;
             under whole credit it is where rough steps begin.
         hessian: For "second": "double" (double backward) or "differences" (two more gradients, for losses that cannot be
-            differentiated twice; on a small GPT exact to about 0.1 % in float32).
+            differentiated twice; on a small GPT exact to about 0.1 % in float32, to 1 to 12 % where the callable or the model
+            enters autocast, and of little use with bfloat16 weights).
         deferred_memory: Bytes, or text such as "4GB", that contractions may keep from the backward until the optimizer
             steps; None for no limit. What is needed is said at the first step; more than allowed raises.
         extra: What ``last`` tells of every sample beside its contribution: "norm" (``last.norms``: of its part of the gradient, as

@@ -30,7 +30,7 @@ from inrun.engine.processes import Processes
 from inrun.engine.python_state import PythonState
 from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, samples_of, track
-from inrun.engine.sites import Site
+from inrun.engine.sites import Called, Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
@@ -88,7 +88,7 @@ class Capture:
         self._given: Given | None = None
         self._ended: Given | None = None
         #: While not None: the modules that are called, and whether with gradient.
-        self._noted: dict[Site, bool] | None = None
+        self._noted: Called | None = None
         #: Whether parts of the model are compiled, so that the calls of a forward are prepared before it.
         self._compiled = False
 
@@ -134,9 +134,9 @@ class Capture:
             yield
 
     @contextlib.contextmanager
-    def noting_calls(self) -> Iterator[dict[Site, bool]]:
-        """Note which observed modules are called in the block, and whether with gradient; they run unobserved."""
-        before, self._noted = self._noted, {}
+    def noting_calls(self) -> Iterator[Called]:
+        """Note which observed modules are called in the block, and how; they run unobserved."""
+        before, self._noted = self._noted, Called()
         try:
             with self.paused():
                 yield self._noted
@@ -276,7 +276,7 @@ class Capture:
     def route(self, site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of an observed module."""
         if self._noted is not None:
-            self._noted[site] = self._noted.get(site, False) or torch.is_grad_enabled()
+            self._noted.note(site)
         if site.rule.reads:
             return original(*args, **kwargs)
         if not site.read_outside:

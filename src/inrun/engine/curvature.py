@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+
 import torch
 from torch import Tensor, nn
 
 from inrun.engine.processes import Processes
-from inrun.engine.sites import Scored
+from inrun.engine.sites import Called, Scored
 from inrun.engine.update_path import UpdatePath
 from inrun.engine.validation import Gradients, Validation
 from inrun.errors import ValidationError
@@ -30,6 +33,16 @@ def _norm(tensors: list[Tensor], processes: Processes) -> float:
     return float(processes.joined(norm.square().view(1)).sqrt()) if processes.sharded else float(norm)
 
 
+def _precision_of_passes(own: float, called: Called | None, processes: Processes, step: int) -> float:
+    """Return what the passes of some rank round to: that of the parameters, or less inside an autocast block."""
+    if called is None:
+        return own
+    eps = max(own, 0.0 if called.autocast is None else torch.finfo(called.autocast).eps)
+    with processes.together("the precision of validation passes", step) as meeting:
+        meeting.own = [round(-math.log2(eps))]
+    return max(own, 2.0 ** -min(digits for digits, *_ in meeting.all))
+
+
 def bent_by_differences(
     validation: Validation,
     path: UpdatePath,
@@ -38,12 +51,19 @@ def bent_by_differences(
     move: dict[nn.Parameter, Tensor],
     step: int,
     shorter: float = 1.0,
+    called: Called | None = None,
 ) -> tuple[Gradients, Gradients, float]:
     """Return ∇ℓ + ½H·d with H·d = (∇ℓ(w + hd) − ∇ℓ(w − hd)) / 2h, ∇ℓ itself, and h.
 
     The step h balances rounding (precision / h) against the curvature of the Hessian (h²), times ``shorter``. The 1/32 was
-    found on small GPTs: weights of scale 0.02 turn the Hessian within a much shorter way than their norm suggests. Where passes
-    round weights (a bfloat16 policy of ``fully_shard``), the same GPTs want a tenth of what that precision suggests.
+    found on small GPTs: weights of scale 0.02 turn the Hessian within a much shorter way than their norm suggests.
+
+    Where a policy of ``fully_shard`` rounds the weights of passes (to bfloat16), ±hd is less than it can tell: the two passes take
+    weights as they are, and ∇ℓ of the result is their mean, so that both terms are of one function. Losses, and the ∇ℓ that is
+    returned beside it, stay those of the weights that the run trains with.
+
+    An autocast block that the callable or the model enters is theirs: it rounds whatever the weights are (``called`` tells of it),
+    and h is longer. The same GPTs want a tenth of what that precision suggests; curvature then is only roughly right.
     """
     plain = own(validation.gradients(parameters, step))
     bent = own(plain)
@@ -51,13 +71,17 @@ def bent_by_differences(
     if length == 0.0:
         return bent, plain, 0.0
     precision = max(torch.finfo(s.parameter.dtype).eps for s in moving)
-    in_passes = max(torch.finfo(s.pass_dtype).eps for s in moving)
-    short = shorter / (320 if in_passes > precision else 32)
-    h = short * max(precision, in_passes) ** (1 / 3) * (1.0 + _norm([s.weight for s in moving], validation.processes)) / length
-    for sign in (1.0, -1.0):
-        with path.at(moving, move, sign * h):
-            there = validation.gradients(parameters, step)
-        add_scaled(bent, there, sign * 0.25 / h)
+    in_passes = _precision_of_passes(precision, called, validation.processes, step)
+    autocast = in_passes > precision
+    short = shorter / (320 if autocast else 32)
+    h = short * in_passes ** (1 / 3) * (1.0 + _norm([s.weight for s in moving], validation.processes)) / length
+    with contextlib.nullcontext(False) if autocast else validation.in_own_precision() as rounds_else:
+        if rounds_else:
+            bent.raw = [None] * len(parameters)
+        for sign in (1.0, -1.0):
+            with path.at(moving, move, sign * h):
+                there = validation.gradients(parameters, step)
+            add_scaled(bent, there, sign * 0.25 / h + (0.5 if rounds_else else 0.0))
     return bent, plain, h
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inrun.engine.capture import Capture
 from inrun.engine.curvature import add_scaled, bent_by_differences, check_hessian, own
-from inrun.engine.sites import Scored, Site
+from inrun.engine.sites import Called, Scored
 from inrun.engine.update_path import Place, UpdatePath
 from inrun.engine.validation import Gradients, Validation
 from inrun.errors import ValidationError
@@ -37,7 +37,7 @@ class StepLook:
         with self.capture.noting_calls() as called:
             return self.validation.gradients(self.parameters, self.step, lambda raw: self._check_cut(raw, called))
 
-    def _check_cut(self, raw: list[Tensor | None], called: dict[Site, bool]) -> None:
+    def _check_cut(self, raw: list[Tensor | None], called: Called) -> None:
         """Raise if the validation pass called modules, and none of their parameters with gradient."""
         cut = [
             s.name
@@ -88,9 +88,9 @@ class StepLook:
         moving = self.path.moving()
         move = self.path.twice_to_the_middle(moving)
         around = (self.validation, self.path, self.parameters, moving, move, self.step)
-        with self.capture.paused():
+        with self.capture.noting_calls() as called:
             if by_differences:
-                found = bent_by_differences(*around)[0]
+                found = bent_by_differences(*around, called=called)[0]
             else:
                 found = self.validation.bent_gradients(self.parameters, self.step, move)
                 if not self.hessian_checked:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored, local
 from inrun.errors import ConfigurationError
 from inrun.layers.shards import Shards
-from inrun.torch_private import fsdp_groups, fsdp_parameters
+from inrun.torch_private import fsdp_groups, fsdp_in_own_precision, fsdp_parameters
 
 
 def shard_group(model: nn.Module) -> Any:
@@ -54,6 +55,25 @@ def reshard(model: nn.Module) -> None:
         again: Any = getattr(module, "reshard", None)
         if callable(again) and hasattr(module, "_get_fsdp_state"):
             again()
+
+
+@contextlib.contextmanager
+def in_own_precision(model: nn.Module) -> Iterator[bool]:
+    """Run passes in the precision of the parameters themselves; tell whether a policy of ``fully_shard`` takes less else.
+
+    For differences between passes at weights that are closer to each other than the policy's precision can tell: rounded weights
+    would be the same ones, or others by chance.
+    """
+    with fsdp_in_own_precision(model) as rounds_else:
+        try:
+            yield rounds_else
+        except Exception as error:
+            if rounds_else:
+                error.add_note(
+                    "(in a validation pass in the precision of the parameters themselves, as differences of gradients are taken "
+                    'under a mixed-precision policy of fully_shard; method="midpoint" needs no such pass)'
+                )
+            raise
 
 
 def backward_beside(model: nn.Module, point: Tensor, parameters: Sequence[nn.Parameter], last: bool) -> list[Tensor | None]:

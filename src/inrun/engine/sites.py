@@ -78,12 +78,6 @@ class Scored:
         """Note how it is split over processes, and what tells the tensor that stands for it while it is whole."""
         self.shards, self.unsharded = shards, unsharded
 
-    @property
-    def pass_dtype(self) -> torch.dtype:
-        """Return the precision in which passes use it: under a policy of ``fully_shard`` not that of the parameter."""
-        standing = None if self.unsharded is None else self.unsharded()
-        return self.parameter.dtype if standing is None else standing.dtype
-
     def whole(self, x: Tensor) -> Tensor:
         """Return a tensor of this parameter's rows here, ``[k, ...]``, with the rows of all processes."""
         return x if self.shards is None else self.shards.whole(x)
@@ -180,6 +174,20 @@ class Site:
     def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor whose rows tell the samples, as the rule knows it."""
         return self.rule.lead(self.module, args, kwargs)
+
+
+class Called(dict[Site, bool]):
+    """Sites that a pass called, each with whether it was with gradient."""
+
+    #: The precision of an autocast block, the callable's own or the model's, that some of them were called in.
+    autocast: torch.dtype | None = None
+
+    def note(self, site: Site) -> None:
+        """Note a call."""
+        self[site] = self.get(site, False) or torch.is_grad_enabled()
+        device = next((s.parameter.device.type for s in site.scored.values()), "cpu")
+        if torch.is_autocast_enabled(device):
+            self.autocast = torch.get_autocast_dtype(device)
 
 
 def scored_parameters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[nn.Parameter, Scored]:

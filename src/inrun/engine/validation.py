@@ -17,7 +17,7 @@ from inrun.engine.guards import BufferGuard
 from inrun.engine.processes import Meeting, Processes
 from inrun.engine.python_state import PythonState
 from inrun.engine.quiet import devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
-from inrun.engine.sharded import backward_beside, reshard
+from inrun.engine.sharded import backward_beside, in_own_precision, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -203,6 +203,10 @@ class Validation:
         finally:
             if self.processes.sharded:
                 reshard(self.model)
+
+    def in_own_precision(self) -> contextlib.AbstractContextManager[bool]:
+        """Let passes in the block use parameters as they are, and tell whether a policy of ``fully_shard`` rounds them else."""
+        return in_own_precision(self.model) if self.processes.sharded else contextlib.nullcontext(False)
 
     def losses(self, step: int) -> Tensor:
         """Return the losses alone, ``[k]``."""

@@ -24,6 +24,11 @@ def sgd(p: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def rough(p: Any) -> torch.optim.Optimizer:
+    """Moves so far that curvature is a large part of a step."""
+    return torch.optim.SGD(p, lr=0.5, momentum=0.9)
+
+
 def slow(p: Any) -> torch.optim.Optimizer:
     """Moves so little that no step is cut into pieces."""
     return torch.optim.AdamW(p, lr=5e-4, weight_decay=0.1)
@@ -165,25 +170,34 @@ LONG = [
     )
 ]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+COARSE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+SECOND = {"method": "second", "hessian": "differences"}
 SINGLE = functools.partial(tiny, dtype=torch.float32)
 #: In single precision, as people train.
 IN_SINGLE = [
     Play("whole, float32", {"sketch": 256}, model=SINGLE, steps=4),
     Play("first, float32", {"method": "first"}, model=SINGLE, steps=5),
 ]
+
+
+def in_each_other(model: Any) -> Any:
+    """Apply fully_shard to the layers of blocks, to blocks and to the model."""
+    for block in model.blocks:
+        for layer in (block.qkv, block.norm1):
+            fully_shard(layer, mp_policy=HALF)
+    return sharded(policy=HALF)(model)
+
+
 #: In these, figures are those of rounded weights.
 ROUNDED = [
     Play("fsdp first, bfloat16", {"method": "first"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp lookahead, bfloat16", {"method": "lookahead"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
     Play("fsdp midpoint, bfloat16", {"method": "midpoint"}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
-    Play(
-        "fsdp second, bfloat16",
-        {"method": "second", "hessian": "differences"},
-        wrap=sharded(policy=HALF),
-        model=SINGLE,
-        optimizer=sgd,
-        steps=2,
-    ),
+    Play("fsdp second, bfloat16", SECOND, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp second, bfloat16, kept whole", SECOND, wrap=sharded(False, HALF), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp second, bfloat16, nested", SECOND, wrap=in_each_other, model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp second, bfloat16, reduced so", SECOND, wrap=sharded(policy=COARSE), model=SINGLE, optimizer=sgd, steps=2),
+    Play("fsdp second, bfloat16, rough", SECOND, wrap=sharded(policy=HALF), model=SINGLE, optimizer=rough, steps=3, clip=None),
     Play("fsdp whole, bfloat16", {"sketch": 256}, wrap=sharded(policy=HALF), model=SINGLE, optimizer=sgd, steps=2),
 ]
 BLOCKWISE = [
