@@ -51,13 +51,15 @@ def samples_of(micro: Microbatch) -> int:
 
 def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
     """Hand out a parameter that is read."""
-    return Tracked.of(Track(parameter, {Root(site, name): (parameter, None, True)}, reader))
+    return Tracked.of(Track.of(parameter, {Root(site, name): (parameter, None, True)}, reader))
 
 
 def output_apart(site: Site, out: Tensor, copies: Tensor | None, reader: Any) -> Tracked:
     """Hand out what a layer made without any sample; ``copies``, one per sample, bring its gradient."""
     root = Root(site, f"the output of {site.name}", copies, object())
-    return Tracked.of(Track(out, {root: (out, None, True)}, reader))
+    if copies is not None:
+        out = out.clone()  # the copies may be views of it, into which an operation in place must not write
+    return Tracked.of(Track.of(out, {root: (out, None, True)}, reader))
 
 
 def _crosses(track: Track, how: str) -> StepError:
