@@ -88,7 +88,7 @@ class RecordingReader:
         """Whether the forward is still being recorded."""
         return not self.recorder.over
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and disturb one sample's rows where that is wanted."""
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
@@ -174,13 +174,13 @@ class ScoringReader:
         micro = self._micro()
         return micro is not None and not micro.over
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and have the gradients of the rows."""
-        out = table.plain[rows]
+        out = F.embedding(rows, table.plain, padding) if padding is not None else table.plain[rows]
         asks, asked, buffers, ways = self._ask({"weight": table}, (rows,), out.dtype, "look-up")
         if not asks:
             return out
-        constants = ({name: way for name, (_, way) in ways.items()}, len(table.plain))
+        constants = ({name: way for name, (_, way) in ways.items()}, len(table.plain), padding)
         tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
         return tapped
 

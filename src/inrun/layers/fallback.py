@@ -241,10 +241,9 @@ class Replay(GradientShape):
                     at_once: tuple[Tensor, ...] = torch.func.vmap(function, randomness="error")(*rows)
                 return at_once
             except (NotImplementedError, RuntimeError) as error:
-                if "vmap" not in str(error):
-                    raise
-                self.call.rule.note_unbatched()
+                log.info("inrun: no batching in %s (%s); one sample after the other", type(self.call.module).__name__, error)
         found = [function(*([x[j] for x in some] for some in rows)) for j in range(self.n)]
+        self.call.rule.note_unbatched()  # only if the samples can be run at all
         return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
     def _rows(self, split: tuple[int, ...]) -> list[Tensor]:

@@ -145,7 +145,7 @@ class SpreadRule(LayerRule):
 
 
 class LookUpRule(LayerRule):
-    """Rows of a table that was read; ``constants`` are the ways by name, and the number of rows."""
+    """Rows of a table that was read; ``constants`` are the ways by name, the number of rows, and the row of the padding."""
 
     label = "read"
 
@@ -153,11 +153,10 @@ class LookUpRule(LayerRule):
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
     ) -> dict[str, GradientShape]:
         """Σ_t b_nt at the rows."""
-        ways, rows = constants
-        formed = LookUp(
-            inputs[0].reshape(n, -1), by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1), rows, None
-        ).form()
-        return {name: Formed(ways[name].pull(formed)) for name in names}
+        ways, rows, padding = constants
+        b = by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1)
+        shape = LookUp(inputs[0].reshape(n, -1), b, rows, padding)
+        return {name: Through(shape, ways[name]) for name in names}  # contracted, a vocabulary is not formed
 
 
 class LinearReadRule(LayerRule):

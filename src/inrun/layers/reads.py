@@ -168,8 +168,8 @@ class Reader(Protocol):
         """
         ...
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
-        """Return table[rows], with rows of its own for every sample."""
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
+        """Return table[rows], with rows of its own for every sample; row ``padding`` of the table gets no gradient."""
         ...
 
     def check(self, track: Track, operation: Any) -> None:
@@ -279,7 +279,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) 
         return _convolve(reader, func, args, kwargs)
     index = _index(func, args, kwargs, n)
     if index is not None:
-        return reader.look_up(index[0], index[1])
+        return reader.look_up(*index)
     if met and func in ELEMENTWISE:
         return _elementwise(reader, func, args, kwargs, met)
     if _cannot_follow(func, args):
@@ -413,16 +413,22 @@ def _grown_dim(before: torch.Size, after: torch.Size, n: int) -> int | None:
     return None
 
 
-def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor] | None:
-    """Return table and rows of a look-up that gives every sample rows of its own, None for any other operation."""
+def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor, int | None] | None:
+    """Return table, rows and padding of a look-up that gives every sample rows of its own, None for any other operation."""
+    padding = None
     if func is T.__getitem__:
         table, rows = args
-    elif func is F.embedding and len(args) == 2 and all(x is None or x is False for x in kwargs.values()):
-        rows, table = args
+    elif func is F.embedding:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        rows, table, padding = options["input"], options["weight"], options.get("padding_idx")
+        if options.get("max_norm") is not None or options.get("scale_grad_by_freq") or options.get("sparse"):
+            return None  # another gradient than the sum over rows
     else:
         return None
     fits = isinstance(rows, Tensor) and not isinstance(rows, Tracked) and rows.dtype == torch.int64 and rows.dim() > 1
-    return (table.track, rows) if fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n else None
+    fits = fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n
+    return (table.track, rows, padding) if fits else None
 
 
 def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], met: list[Tensor]) -> Any:
