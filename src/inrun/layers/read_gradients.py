@@ -13,7 +13,7 @@ from torch import Tensor
 from inrun.layers.layout import by_sample, sum_positions
 from inrun.layers.linear import LinearOwner
 from inrun.layers.registry import LayerRule
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
 from inrun.layers.sketch import SketchPlan
 
 
@@ -105,7 +105,9 @@ class Through(GradientShape):
         return Formed(self.form()).sketch(signs, weights, plan)
 
     def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
-        """Keep them formed at the parameter; their total is still the one at q."""
+        """Keep them formed at the parameter (their total is still the one at q), or as the look-up that they are."""
+        if kind is LookUp and self.way.function is None:
+            return self.inner
         assert kind is Formed
         return FormedThrough(self.form(), self.inner)
 
@@ -129,6 +131,24 @@ class ReadRule(LayerRule):
     label = "read"
     reads = True
     turns = True
+
+
+class TableRule(ReadRule):
+    """A table that is read row by row, and is a parameter as it is; ``constants`` are its number of rows, and that of the padding.
+
+    Kept as output gradients and tokens: a vocabulary may be large.
+    """
+
+    def kept_as(
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+    ) -> tuple[type[GradientShape], Parts]:
+        """Output gradients and tokens."""
+        t = inputs[0].numel() // max(n, 1)
+        return LookUp, (((n, t, parameter.shape[1]), torch.promote_types(dtype, torch.float32)), ((n, t), torch.float64))
+
+    def restore(self, constants: Any, kind: type[GradientShape], parts: tuple[Tensor, ...]) -> GradientShape:
+        """Put rows and padding back."""
+        return LookUp.of(parts, *constants)
 
 
 class SpreadRule(LayerRule):
@@ -156,7 +176,7 @@ class LookUpRule(LayerRule):
         ways, rows, padding = constants
         b = by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1)
         shape = LookUp(inputs[0].reshape(n, -1), b, rows, padding)
-        return {name: Through(shape, ways[name]) for name in names}  # contracted, a vocabulary is not formed
+        return {name: Through(shape, ways[name]) for name in names}
 
 
 class LinearReadRule(LayerRule):
