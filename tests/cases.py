@@ -217,6 +217,19 @@ class RawUnknown(nn.Module):
         return nn.functional.conv_transpose1d(x.transpose(1, 2), self.kernel, groups=D).transpose(1, 2)
 
 
+class CutOff(nn.Module):
+    """A raw parameter divided by its own norm, which is taken without gradient (power iterations, running scales)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            size = self.weight.norm()
+        return nn.functional.linear(x, self.weight / size)
+
+
 class ReadChildren(nn.Module):
     """A module with a raw parameter that reads its children's parameters, and calls one of them as well."""
 
@@ -350,6 +363,13 @@ class OnlyVmap(nn.Module):
         return NoForwardMode.apply(x, self.weight)
 
 
+class Decides(OnlyVmap):
+    """Asks for values, which cannot be told of many samples at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool(torch.isfinite(x).all()) else x
+
+
 def conv1d() -> nn.Module:
     layer = Conv1D(5, D)
     nn.init.normal_(layer.bias)
@@ -460,6 +480,7 @@ CASES = [
     Case("raw table, token, bias and gate", lambda: RawTables(), floats, "read", ("spread",), accuracy=1e-9),
     Case("raw weights of products", lambda: RawProducts(), floats, "read"),
     Case("raw parameter in an unknown operation", lambda: RawUnknown(), floats, "fallback", ("jvp",)),
+    Case("raw parameter beside its norm without gradient", lambda: CutOff(), floats, "fallback", ("jvp",)),
     Case("children whose parameters are read", lambda: ReadChildren(), floats, "read", ("project",)),
     Case("attention", lambda: Attention(), floats, "read"),
     Case("attention, sequence first", lambda: Attention(batch_first=False), floats, "read"),
@@ -473,6 +494,7 @@ CASES = [
     Case("decoder", lambda: Decoder(), floats, "read"),
     Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats, "read"),
     Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
+    Case("neither that, nor many samples at once", lambda: Decides(), floats, "fallback", ("vmap",)),
     Case(
         "parametrised linear",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),

@@ -356,6 +356,20 @@ def test_operations_can_be_watched() -> None:
     assert any("rand" in name for name in seen)
 
 
+def test_forward_mode_stops_where_gradients_do() -> None:
+    """Breaks: in a module without a rule, what is computed without gradient would count in the scores of its parameters."""
+
+    def divided(w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            size = w.norm()
+        return w / size
+
+    w = torch.tensor([3.0, 4.0])
+    with torch.no_grad(), torch_private.no_grad_in_forward_mode():
+        assert torch.equal(torch.func.jvp(divided, (w,), (w,))[1], w / 5)
+    assert torch.equal(torch.func.jvp(divided, (w,), (w,))[1], torch.zeros(2))  # the control
+
+
 def test_modules_run_with_detached_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     weight, x = model[0].weight, torch.ones(1, 2, requires_grad=True)

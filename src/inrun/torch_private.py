@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,7 @@ __all__ = [
     "keep_version_counters",
     "may_change_size",
     "move_last",
+    "no_grad_in_forward_mode",
     "norms_of",
     "own_buffers",
     "own_children",
@@ -75,6 +77,31 @@ def keep_version_counters(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let writes in the block go uncounted: for content that comes back bit for bit, so that graphs stay valid."""
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
         yield
+
+
+class _ForwardModeFollows(TorchFunctionMode):
+    """Turns forward-mode derivatives on and off with gradients."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; follow it if it is the switch."""
+        out = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(args[0])
+        return out
+
+
+@contextlib.contextmanager
+def no_grad_in_forward_mode() -> Iterator[None]:
+    """Let ``torch.no_grad()`` inside the block cut forward-mode derivatives, too, as it cuts those of a backward.
+
+    Gradient is on in the block, so that leaving an inner ``no_grad`` brings both back.
+    """
+    before = torch._C._is_fwd_grad_enabled()
+    with torch.enable_grad(), _ForwardModeFollows():
+        try:
+            yield
+        finally:
+            torch._C._set_fwd_grad_enabled(before)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inrun
-from inrun.errors import ConservationError
+from inrun.errors import ConservationError, CreditError
 from inrun.training.gpt import GPT, GPTConfig, next_token_loss
 
 V, D, N, T = 50, 32, 16, 8
@@ -67,3 +67,31 @@ def test_rounding_alone_passes(condition: str, microbatches: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert accountant.last.skipped is None
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-4])
+@pytest.mark.parametrize("loss_scale", [1.0, 1000.0])
+@pytest.mark.parametrize("game", [{"method": "first"}, {"method": "midpoint"}, {"credit": "whole"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_that_cancel_are_no_lost_gradient(
+    dtype: torch.dtype, game: dict[str, str], loss_scale: float, penalty: float
+) -> None:
+    """A head that begins at zero, and as many samples of each class: next to no gradient at its bias, and much of each sample.
+
+    The control is a penalty of a few thousandths of what a sample pushes.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(5, 2).to(dtype)
+    with torch.no_grad():
+        model.weight.mul_(1e-3)
+        model.bias.zero_()
+    x, y, towards = 1e-3 * torch.randn(16, 5, dtype=dtype), torch.arange(16) % 2, torch.tensor([penalty, -penalty], dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / loss_scale)
+    held_out = lambda m: F.cross_entropy(m(x[:3]), y[:3])  # noqa: E731
+    refused = pytest.raises((ConservationError, CreditError), match="bias") if penalty else contextlib.nullcontext()
+    with inrun.Accountant(model, optimizer, held_out, audit_every=1, **game) as accountant, refused:
+        for _ in range(2):
+            with accountant.step(range(16)):
+                (loss_scale * (F.cross_entropy(model(x), y) + model.bias @ towards)).backward()
+                optimizer.step()
+                optimizer.zero_grad()

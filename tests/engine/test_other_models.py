@@ -93,6 +93,29 @@ def whisper() -> Made:
     return model, draw, lambda m, x, y: m(input_features=x, decoder_input_ids=y, use_cache=False).logits
 
 
+def bart() -> Made:
+    """Classes of their own for embeddings: positions that are counted for every row, words that are scaled and padded."""
+    config = tr.BartConfig(
+        vocab_size=30,
+        d_model=12,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=8,
+        dropout=0.0,
+        scale_embedding=True,
+    )
+
+    def draw(n: int, g: torch.Generator) -> tuple[Tensor, ...]:
+        return torch.randint(1, 6, (n, 6), generator=g), torch.randint(1, 6, (n, 5), generator=g)
+
+    model = tr.BartForConditionalGeneration(config)
+    return model, draw, lambda m, x, y: m(input_ids=x, decoder_input_ids=y, use_cache=False).logits
+
+
 def t5() -> Made:
     """Tables of relative positions that run once, are permuted, and serve all layers."""
     config = tr.T5Config(
@@ -152,6 +175,24 @@ class Recurrent(nn.Module):
         return self.head(self.body(self.embed(x))[0])
 
 
+class Cells(nn.Module):
+    """``nn.LSTMCell`` has no rule, and no way to run many samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(30, 6), nn.LSTMCell(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = (torch.zeros(len(x), 5).double(), torch.ones(len(x), 5).double())
+        for word in self.embed(x).unbind(1):
+            state = self.cell(word, state)
+        return state[0]
+
+
+def cells() -> Made:
+    return Cells(), tokens, lambda m, x: m(x)
+
+
 def lstm() -> Made:
     return Recurrent(), tokens, lambda m, x: m(x)
 
@@ -182,7 +223,7 @@ def prompt_encoder() -> Made:
 
 
 VISION = [vit, swin, clip, resnet, group_norm]
-SEQUENCES = [whisper, t5, mixtral, mixtral_batched, olmoe, mamba, mamba2, lstm]
+SEQUENCES = [whisper, bart, t5, mixtral, mixtral_batched, olmoe, mamba, mamba2, lstm]
 ADAPTERS = [lora, dora, prompt_tuning, prompt_encoder]
 #: By method: options, and the points of the move at which the validation gradient is taken ("hessian" for its derivative).
 METHODS: dict[str, tuple[dict[str, Any], float | str]] = {
@@ -254,8 +295,9 @@ def test_t5_under_checkpoints() -> None:
         scores(lambda: t5_checkpointed(True), first, 0.0, 0.1)
 
 
-FEW = [(t5, "whole, sketch"), (mixtral, "whole, exact"), (mamba, "midpoint"), (dora, "second")]
-ALL = [(build, method) for build in [*VISION, *SEQUENCES, *ADAPTERS] for method in METHODS]
+FEW = [(t5, "whole, sketch"), (mixtral, "whole, exact"), (mamba, "midpoint"), (dora, "second"), (cells, "whole, exact")]
+FEW += [(bart, "whole, sketch")]
+ALL = [(build, method) for build in [*VISION, *SEQUENCES, *ADAPTERS, cells] for method in METHODS]
 
 
 @pytest.mark.parametrize(

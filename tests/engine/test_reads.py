@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -173,3 +174,55 @@ class Multiplies(nn.Module):
 def test_products_without_samples_go_through_the_fallback_where_shapes_say_otherwise(n: int) -> None:
     torch.manual_seed(0)
     assert score(Multiplies(), words(n, 16), words(3, 16, 1))[1] < 1e-9
+
+
+class Written(nn.Module):
+    """Writes into what it has made of a parameter, or of a layer that sees no sample, before that meets the samples."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.inner, self.outer = nn.Parameter(torch.randn(D, D)), nn.Linear(D, D), nn.Linear(D, D)
+        self.register_buffer("table", torch.randn(D, D))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.weight.clone()
+        if self.how == "entries":
+            before = made * 0.5
+            if x.shape[1] == 5:  # not in the validation pass, whose direction would tell nothing of these entries otherwise
+                made[1:3] = 0.0
+            made = made + before
+        elif self.how == "whole":
+            made.mul_(self.table).tanh_()
+        elif self.how == "through a view":
+            made.view(-1).mul_(3.0)
+        elif self.how == "behind its back":
+            other = made.view(-1)
+            made.mul_(3.0)
+            made = made + other.view(D, D)
+        else:  # a layer's output, as activations in place do (Swin v2)
+            made = nn.functional.leaky_relu(self.outer(nn.functional.relu(self.inner(self.table), inplace=True)).t(), 0.1, True).t()
+            return (nn.functional.linear(x, self.weight) + made[: x.shape[1]]).tanh()
+        return nn.functional.linear(x, made).tanh()
+
+
+@pytest.mark.parametrize("how", ["entries", "whole", "through a view", "behind its back", "a layer's output"])
+def test_what_is_made_of_a_parameter_may_be_written_to(how: str) -> None:
+    torch.manual_seed(0)
+    assert score(Written(how), floats(4, 5), floats(3, 6, 1))[1] < 1e-9
+
+
+def test_writing_to_what_is_read_leaves_training_alone() -> None:
+    weights = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Written("a layer's output").double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m(floats(3, 6, 1)))) if attached else None
+        for number in range(3):
+            with contextlib.nullcontext() if accountant is None else accountant.step(range(4)):
+                loss_of(model(floats(4, 5, number))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*weights, strict=True))

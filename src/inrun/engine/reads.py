@@ -17,15 +17,16 @@ from inrun.engine.checks.recorder import Recorder
 from inrun.engine.microbatch import Microbatch
 from inrun.engine.sites import Scored, Site
 from inrun.errors import RowOwnershipError, StepError
-from inrun.layers import Ask, Call, Layout, Tapped
+from inrun.layers import Ask, Call, LayerRule, Layout, Tapped
 from inrun.layers.layout import SHARED, TURNED
-from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, Way
+from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, TableRule, Way
 from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
 from inrun.torch_private import current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
+_table = TableRule()
 
 
 class Verified(Protocol):
@@ -51,13 +52,15 @@ def samples_of(micro: Microbatch) -> int:
 
 def track(site: Site, name: str, parameter: Tensor, reader: Any) -> Tracked:
     """Hand out a parameter that is read."""
-    return Tracked.of(Track(parameter, {Root(site, name): (parameter, None, True)}, reader))
+    return Tracked.of(Track.of(parameter, {Root(site, name): (parameter, None, True)}, reader))
 
 
 def output_apart(site: Site, out: Tensor, copies: Tensor | None, reader: Any) -> Tracked:
     """Hand out what a layer made without any sample; ``copies``, one per sample, bring its gradient."""
     root = Root(site, f"the output of {site.name}", copies, object())
-    return Tracked.of(Track(out, {root: (out, None, True)}, reader))
+    if copies is not None:
+        out = out.clone()  # the copies may be views of it, into which an operation in place must not write
+    return Tracked.of(Track.of(out, {root: (out, None, True)}, reader))
 
 
 def _crosses(track: Track, how: str) -> StepError:
@@ -86,7 +89,7 @@ class RecordingReader:
         """Whether the forward is still being recorded."""
         return not self.recorder.over
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and disturb one sample's rows where that is wanted."""
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
@@ -172,13 +175,16 @@ class ScoringReader:
         micro = self._micro()
         return micro is not None and not micro.over
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and have the gradients of the rows."""
-        out = table.plain[rows]
-        asks, asked, buffers, ways = self._ask({"weight": table}, (rows,), out.dtype, "look-up")
+        out = F.embedding(rows, table.plain, padding) if padding is not None else table.plain[rows]
+        sizes = (len(table.plain), padding)
+        itself = all(function is None for _, function, _ in table.roots.values())
+        kept = (sizes, _table) if itself else ((), _read)
+        asks, asked, buffers, ways = self._ask({"weight": table}, (rows,), out.dtype, "look-up", *kept)
         if not asks:
             return out
-        constants = ({name: way for name, (_, way) in ways.items()}, len(table.plain))
+        constants = ({name: way for name, (_, way) in ways.items()}, *sizes)
         tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
         return tapped
 
@@ -190,9 +196,18 @@ class ScoringReader:
         return found
 
     def _ask(
-        self, tracks: dict[str, Track], inputs: tuple[Tensor, ...], dtype: torch.dtype, form: str
+        self,
+        tracks: dict[str, Track],
+        inputs: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        form: str,
+        constants: Any = (),
+        rule: LayerRule = _read,
     ) -> tuple[tuple[Ask, ...], list[Tensor], dict[str, Tensor], dict[str, tuple[str, Way]]]:
-        """Ask for every parameter behind ``tracks`` (by kind of use); names are made unique over modules."""
+        """Ask for every parameter behind ``tracks`` (by kind of use); names are made unique over modules.
+
+        ``rule`` tells, with its ``constants``, as what gradients are kept.
+        """
         asks: list[Ask] = []
         directions: list[Tensor] = []
         probes: list[Tensor] = []
@@ -200,7 +215,7 @@ class ScoringReader:
         ways: dict[str, tuple[str, Way]] = {}
         for kind, used in tracks.items():
             for root, way in used.roots.items():
-                some, tensors, memory = self.micro.ask(root.site, (), inputs, dtype, root.name, _read)
+                some, tensors, memory = self.micro.ask(root.site, constants, inputs, dtype, root.name, rule)
                 if not some:
                     continue
                 key = f"{kind} {len(ways)}"

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from inrun.engine.checks.conservation import SECOND_ORDER, USUAL_CAUSES, Balance, balance_of, check_balances, products_with
+from inrun.engine.checks.conservation import (
+    SECOND_ORDER,
+    USUAL_CAUSES,
+    Balance,
+    Summed,
+    balance_of,
+    check_balances,
+    products_with,
+)
 from inrun.engine.directions import Directions
 from inrun.engine.factors import Factors
 from inrun.engine.microbatch import Microbatch, Replayed
@@ -34,7 +42,7 @@ class Contracted:
 
     rows: Tensor | None
     v: Tensor
-    contributed: Tensor
+    contributed: Summed
 
 
 class Settlement(Settling):
@@ -225,11 +233,11 @@ class Settlement(Settling):
             total = torch.stack([shape.total() for shape in shapes]).sum(0)
             ratio = self.factors.rework(s, total, self.step)
             turned = v * (ratio if rows is None else ratio[rows])
-        contributed = torch.zeros(v.shape[0], dtype=torch.float64, device=v.device)
+        contributed = Summed.none(len(v), v.device)
         for micro, shape in held:
             c = shape.contract(turned) if rows is None else shape.contract_touched(rows, turned)
             totals[micro].add_(c.to(micro.dtype), alpha=factor)
-            contributed += c.double().sum(0)
+            contributed += Summed.of(c)
         return Contracted(rows, v, contributed)
 
     def tried(self, microbatches: list[Microbatch], columns: int) -> Tensor:
@@ -247,20 +255,20 @@ class Settlement(Settling):
         if streamed is not None:
             # Other uses of this weight streamed: contract the kept ones with that direction too, then all must add up.
             v = s.whole(streamed.v)
-            total = torch.zeros(len(v), dtype=torch.float64, device=v.device)
+            total = Summed.none(len(v), v.device)
             for shape in shapes:
-                total += shape.contract(v).double().sum(0)
+                total += Summed.of(shape.contract(v))
             self._balances[s.parameter] = self._balance(s, total, None, v)
             return
         gradient = s.used_gradient
         used = gradient if found.rows is None else gradient[found.rows]
-        self._balances[s.parameter] = self._balance(s, found.contributed * factor, used, found.v)
+        self._balances[s.parameter] = self._balance(s, found.contributed.times(factor), used, found.v)
 
-    def _balance(self, s: Scored, contributed: Tensor, gradient: Tensor | None, v: Tensor) -> Balance:
+    def _balance(self, s: Scored, contributed: Summed, gradient: Tensor | None, v: Tensor) -> Balance:
         """Put both sides of a sum together; of several processes the gradient is that of others, too (``_balance_all``)."""
         if gradient is None or self.processes.several:
-            return Balance(s, contributed, *(torch.zeros_like(contributed) for _ in range(3)))
-        return balance_of(s, contributed, products_with(gradient, v).to(contributed.device))
+            return Balance(s, contributed, *(torch.zeros_like(contributed.total) for _ in range(3)))
+        return balance_of(s, contributed, products_with(gradient, v).to(contributed.total.device))
 
     def _balance_streamed(self, mine: list[Scored], microbatches: list[Microbatch], factor: float) -> None:
         for s in mine:
@@ -269,33 +277,37 @@ class Settlement(Settling):
                 continue
             sums = []
             for m in microbatches:
-                sums += [c.double().sum(0) for c in m.sums_of(s)]
+                sums += [Summed.of(c) for c in m.sums_of(s)]
                 if s in m.row_sums and (c := m.row_sums[s].grad) is not None:
-                    sums.append(c.double().sum((0, 2)))
+                    sums.append(Summed.of(c.double().sum(2)))
                 if s in (booked := self._replayed.get(m, {})):
-                    sums.append(booked[s].double().sum(0))
+                    sums.append(Summed.of(booked[s]))
             if s.parameter in self._balances:
                 sums.append(self._balances[s.parameter].contributed)
             if sums:
-                self._balances[s.parameter] = self._balance(s, torch.stack(sums).sum(0) * factor, s.used_gradient, direction.v)
+                total = sum(sums[1:], sums[0]).times(factor)
+                self._balances[s.parameter] = self._balance(s, total, s.used_gradient, direction.v)
 
     def _balance_all(self, mine: list[Scored]) -> None:
         """Of several processes: both sides of every parameter's sum, for the samples of all of them.
 
-        A process that has no sample with gradient for a parameter has 0 on its side, and the same gradient.
+        A process that has no sample with gradient for a parameter has 0 on its side, and the same gradient. Sizes of terms, to
+        which rounding is relative, are each process's own.
         """
         of = {s: v for s in mine if s.parameter.grad is not None and (v := self.directions.whole(s)) is not None}
         if not of:
             return
-        sums, products = [], []
+        sums, sizes, products = [], [], []
         for s, v in of.items():
             own = self._balances.get(s.parameter)
-            sums.append(torch.zeros(len(v), dtype=torch.float64) if own is None else own.contributed.double().cpu())
+            here = Summed.none(len(v)) if own is None else own.contributed
+            sums.append(here.total.cpu())
+            sizes.append(here.size.cpu())
             products.append(products_with(s.used_gradient, v))
         self.processes.sum_("conservation", sums)
         whole = self.processes.joined(torch.stack(products))
-        for s, contributed, found in zip(of, sums, whole, strict=True):
-            self._balances[s.parameter] = balance_of(s, contributed, found)
+        for s, contributed, size, found in zip(of, sums, sizes, whole, strict=True):
+            self._balances[s.parameter] = balance_of(s, Summed(contributed, size), found)
 
     def _check(self, mine: list[Scored], microbatches: list[Microbatch]) -> None:
         seen = self.factors.watch.seen

@@ -3,7 +3,8 @@
 With f(θ) the module's output on this call and b the gradient there, ⟨g_n, v⟩ = Σ b_n ∘ (∂f/∂θ · v)_n. Two forms:
 
 ``jvp``   one forward-mode product of the whole call; needs no knowledge of the arguments
-``vmap``  per-sample gradients by ``torch.func``, for operations without a forward-mode derivative
+``vmap``  per-sample gradients by ``torch.func``, for operations without a forward-mode derivative; one sample after the other
+          where an operation cannot be batched
 
 Both call the module again, hooks and all, under the random state of the original call, after the backward: never inside the
 user's own forward.
@@ -25,7 +26,7 @@ from inrun.layers.layout import dot_each
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.trees import flatten, float_tensors, unflatten
-from inrun.torch_private import version_of
+from inrun.torch_private import no_grad_in_forward_mode, version_of
 
 log = logging.getLogger("inrun")
 
@@ -40,6 +41,8 @@ class FallbackRule(LayerRule):
     def __init__(self) -> None:
         """Begin with the form that needs no knowledge of the arguments."""
         self.form = "jvp"
+        #: Whether all samples can be run at once by ``torch.func.vmap``, as far as has been tried.
+        self.batches = True
         #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
         self.split: dict[int, bool] = {}
         #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
@@ -52,6 +55,10 @@ class FallbackRule(LayerRule):
     def note_rows(self, argument: int) -> None:
         """Remember that an argument (by place) was seen to have one row per sample."""
         self.split[argument] = True
+
+    def note_unbatched(self) -> None:
+        """Remember that an operation of the module cannot be batched."""
+        self.batches = False
 
     def note_written(self, training: bool, names: set[str]) -> None:
         """Remember buffers that a forward in this mode writes to."""
@@ -189,7 +196,8 @@ class Replay(GradientShape):
 
         scores = []
         for direction in v:
-            tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
+            with no_grad_in_forward_mode():
+                tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
             scores.append(self._contract_outputs(tangents))
         return torch.stack(scores, dim=1)
 
@@ -208,19 +216,35 @@ class Replay(GradientShape):
         split = self._splitting()
         grads = [b.reshape(self.n, -1) for b in self.b if b is not None]
 
-        def one_sample(rows: list[Tensor], grads: list[Tensor]) -> Tensor:
+        def one_sample(rows: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, ...]:
             def run(value: Tensor) -> tuple[Tensor, ...]:
                 outs = self._run_one(split, rows, value)
                 return tuple(out for out, b in zip(outs, self.b, strict=True) if b is not None)
 
             outs, pull = torch.func.vjp(run, parameter)[:2]
-            (g,) = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
-            return g
+            found: tuple[Tensor, ...] = pull(tuple(grad.reshape(out.shape) for out, grad in zip(outs, grads, strict=True)))
+            return found
 
-        with warnings.catch_warnings():
-            # The user was told that this module is slow; which kernel lacks a batching rule does not help them.
-            warnings.filterwarnings("ignore", message="There is a performance drop")
-            return torch.func.vmap(one_sample, randomness="error")(self._rows(split), grads)
+        return self._each_sample(one_sample, self._rows(split), grads)[0]
+
+    def _each_sample(self, function: Callable[..., tuple[Tensor, ...]], *rows: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return what a function gives for the rows of each sample, stacked: at once, or one after the other.
+
+        Samples that run alone would draw other random numbers than in the batch. ``_splitting``, which goes the same way and
+        compares outputs with the batch's, would see that.
+        """
+        if self.call.rule.batches:
+            try:
+                with warnings.catch_warnings():
+                    # The user was told that this module is slow; which kernel lacks a batching rule does not help them.
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    at_once: tuple[Tensor, ...] = torch.func.vmap(function, randomness="error")(*rows)
+                return at_once
+            except (NotImplementedError, RuntimeError) as error:
+                log.info("inrun: no batching in %s (%s); one sample after the other", type(self.call.module).__name__, error)
+        found = [function(*([x[j] for x in some] for some in rows)) for j in range(self.n)]
+        self.call.rule.note_unbatched()  # only if the samples can be run at all
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
 
     def _rows(self, split: tuple[int, ...]) -> list[Tensor]:
         """Return the arguments at places ``split`` with one row per sample, ``[n, block, ...]``."""
@@ -255,11 +279,7 @@ class Replay(GradientShape):
             if not split:
                 continue
             try:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="There is a performance drop")
-                    outs = torch.func.vmap(
-                        lambda rows, split=split: tuple(self._run_one(split, rows, parameter)), randomness="error"
-                    )(self._rows(split))
+                outs = self._each_sample(lambda rows, split=split: tuple(self._run_one(split, rows, parameter)), self._rows(split))
             except Exception as error:  # noqa: BLE001 - what fails is not the way the module was called
                 problem = error
                 continue

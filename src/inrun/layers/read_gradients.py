@@ -13,7 +13,7 @@ from torch import Tensor
 from inrun.layers.layout import by_sample, sum_positions
 from inrun.layers.linear import LinearOwner
 from inrun.layers.registry import LayerRule
-from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
+from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer, Parts
 from inrun.layers.sketch import SketchPlan
 
 
@@ -105,7 +105,9 @@ class Through(GradientShape):
         return Formed(self.form()).sketch(signs, weights, plan)
 
     def keep(self, kind: type[GradientShape], buffer: Tensor | None = None) -> GradientShape:
-        """Keep them formed at the parameter; their total is still the one at q."""
+        """Keep them formed at the parameter (their total is still the one at q), or as the look-up that they are."""
+        if kind is LookUp and self.way.function is None:
+            return self.inner
         assert kind is Formed
         return FormedThrough(self.form(), self.inner)
 
@@ -131,6 +133,24 @@ class ReadRule(LayerRule):
     turns = True
 
 
+class TableRule(ReadRule):
+    """A table that is read row by row, and is a parameter as it is; ``constants`` are its number of rows, and that of the padding.
+
+    Kept as output gradients and tokens: a vocabulary may be large.
+    """
+
+    def kept_as(
+        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
+    ) -> tuple[type[GradientShape], Parts]:
+        """Output gradients and tokens."""
+        t = inputs[0].numel() // max(n, 1)
+        return LookUp, (((n, t, parameter.shape[1]), torch.promote_types(dtype, torch.float32)), ((n, t), torch.float64))
+
+    def restore(self, constants: Any, kind: type[GradientShape], parts: tuple[Tensor, ...]) -> GradientShape:
+        """Put rows and padding back."""
+        return LookUp.of(parts, *constants)
+
+
 class SpreadRule(LayerRule):
     """One copy per sample; ``constants`` are the ways by name."""
 
@@ -145,7 +165,7 @@ class SpreadRule(LayerRule):
 
 
 class LookUpRule(LayerRule):
-    """Rows of a table that was read; ``constants`` are the ways by name, and the number of rows."""
+    """Rows of a table that was read; ``constants`` are the ways by name, the number of rows, and the row of the padding."""
 
     label = "read"
 
@@ -153,11 +173,10 @@ class LookUpRule(LayerRule):
         self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
     ) -> dict[str, GradientShape]:
         """Σ_t b_nt at the rows."""
-        ways, rows = constants
-        formed = LookUp(
-            inputs[0].reshape(n, -1), by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1), rows, None
-        ).form()
-        return {name: Formed(ways[name].pull(formed)) for name in names}
+        ways, rows, padding = constants
+        b = by_sample(b.to(torch.promote_types(b.dtype, torch.float32)), n, 1)
+        shape = LookUp(inputs[0].reshape(n, -1), b, rows, padding)
+        return {name: Through(shape, ways[name]) for name in names}
 
 
 class LinearReadRule(LayerRule):

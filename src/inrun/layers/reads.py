@@ -24,7 +24,7 @@ from torch import Tensor
 
 from inrun.errors import CoverageError
 from inrun.layers.layout import pattern_of
-from inrun.torch_private import attention_body
+from inrun.torch_private import attention_body, version_of
 
 T = torch.Tensor
 #: Operations that broadcast; q may be given one copy per sample in each.
@@ -110,6 +110,18 @@ class Track:
     #: By parameter: the parameter, the tensor as its function (None for itself), and whether that is linear.
     roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]]
     reader: Reader
+    #: How often the tensor, or one that shares its memory, had been written to when the functions described it.
+    version: int
+
+    @staticmethod
+    def of(plain: Tensor, roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]], reader: Reader) -> Track:
+        """Describe a tensor as it is now."""
+        return Track(plain, roots, reader, version_of(plain))
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether it was written to behind its back: through another tensor that shares its memory."""
+        return version_of(self.plain) != self.version
 
     @property
     def name(self) -> str:
@@ -156,8 +168,8 @@ class Reader(Protocol):
         """
         ...
 
-    def look_up(self, table: Track, rows: Tensor) -> Tensor:
-        """Return table[rows], with rows of its own for every sample."""
+    def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
+        """Return table[rows], with rows of its own for every sample; row ``padding`` of the table gets no gradient."""
         ...
 
     def check(self, track: Track, operation: Any) -> None:
@@ -178,7 +190,7 @@ class Reader(Protocol):
 
 
 class Tracked(Tensor):
-    """A tensor that knows from which parameters it was computed."""
+    """A tensor that knows from which parameters it was computed; after an operation in place, from which it is now."""
 
     track: Track
 
@@ -212,16 +224,21 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _plain_tensors(x)
 
 
-def _mapped(tree: Any, change: Callable[[Tracked], Any]) -> Any:
-    if isinstance(tree, Tracked):
+def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return a tree with every object of a kind changed."""
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(x, change) for x in tree))
+        return type(tree)(*(_mapped(x, kind, change) for x in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_mapped(x, change) for x in tree)
+        return type(tree)(_mapped(x, kind, change) for x in tree)
     if isinstance(tree, dict):
-        return {k: _mapped(x, change) for k, x in tree.items()}
+        return {k: _mapped(x, kind, change) for k, x in tree.items()}
     return tree
+
+
+def _plain(tree: Any) -> Any:
+    return _mapped(tree, Tracked, lambda x: x.track.plain)
 
 
 def operate(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,8 +256,11 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) 
     if func is F.multi_head_attention_forward:
         return attention_body()(*args, **kwargs)
     if not reader.alive:  # a tensor that was left on a module by a forward that is over
-        return func(*_mapped(args, lambda x: x.track.plain), **_mapped(kwargs, lambda x: x.track.plain))
+        return func(*_plain(args), **_plain(kwargs))
     reader.check(tracks[0], func)
+    for track in tracks:
+        if track.overwritten:
+            raise UnreadableError(track, "an operation after a tensor that shares its memory was written to")
     if func is torch.autograd.backward:
         _note_leaving(args, kwargs)
     n = reader.n
@@ -259,19 +279,21 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) 
         return _convolve(reader, func, args, kwargs)
     index = _index(func, args, kwargs, n)
     if index is not None:
-        return reader.look_up(index[0], index[1])
+        return reader.look_up(*index)
     if met and func in ELEMENTWISE:
         return _elementwise(reader, func, args, kwargs, met)
     if _cannot_follow(func, args):
         raise UnreadableError(tracks[0], func)
-    plain_args, plain_kwargs = _mapped(args, lambda x: x.track.plain), _mapped(kwargs, lambda x: x.track.plain)
-    out = func(*plain_args, **plain_kwargs)
-    if _has_tensor(out):
+    out = func(*_plain(args), **_plain(kwargs))
+    written = any(track.overwritten for track in tracks)
+    if written or _has_tensor(out):
         # What has gradient and is no parameter was made of samples, whatever its shape; what has none must not move with them.
         others = list(_plain_tensors((*args, *kwargs.values())))
         if any(x.requires_grad and not isinstance(x, torch.nn.Parameter) for x in others):
             raise UnreadableError(tracks[0], func)
         reader.constant(tracks[0], func, others)
+    if written:
+        return _overwrite(func, args, kwargs, out, tracks, reader)
     if func in REPEATING and len(tracks) == 1 and isinstance(out, Tensor):
         dim = _grown_dim(tracks[0].plain.shape, out.shape, n)
         if dim is not None:
@@ -318,6 +340,24 @@ def _has_tensor(out: Any) -> bool:
     return isinstance(out, Tensor) or (isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out))
 
 
+def _overwrite(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader) -> Any:
+    """Follow an operation that has written into its first argument: that is another function of the parameters from now on."""
+    target = args[0]
+    if not isinstance(target, Tracked) or any(t.overwritten for t in tracks if t.plain is not target.track.plain):
+        raise UnreadableError(tracks[0], func)
+
+    def in_place(first: Tensor, *rest: Any, **options: Any) -> Tensor:
+        copy = first.clone()  # the function is run again, and must not write into what it is given
+        func(copy, *rest, **options)
+        return copy
+
+    made = _one(in_place, args, kwargs, target.track.plain, tracks, reader, None)
+    if not isinstance(made, Tracked):
+        raise UnreadableError(tracks[0], func)
+    target.track = made.track
+    return None if out is None else target
+
+
 def _derived(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Track], reader: Reader) -> Any:
     """Track what was computed from tracked tensors alone."""
     if isinstance(out, (tuple, list)):
@@ -333,22 +373,24 @@ def _one(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Tr
     if not isinstance(out, Tensor) or not out.is_floating_point() or cut or func in CUT:
         return out
     roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]] = {}
+    # Tensors may be written to later; what they were made of is kept as it is now.
+    given, named = _mapped((args, kwargs), Tracked, lambda x: x.track)
     for root, (parameter, _, _) in {k: v for t in tracks for k, v in t.roots.items()}.items():
 
         def run(p: Tensor, root: Root = root) -> Tensor:
-            def value(x: Tracked) -> Tensor:
-                if root not in x.track.roots:
-                    return x.track.plain.detach()
-                function = x.track.roots[root][1]
+            def value(track: Track) -> Tensor:
+                if root not in track.roots:
+                    return track.plain.detach()
+                function = track.roots[root][1]
                 return p if function is None else function(p)
 
-            made = func(*_mapped(args, value), **_mapped(kwargs, value))
+            made = func(*_mapped(given, Track, value), **_mapped(named, Track, value))
             found: Tensor = made if place is None else made[place]
             return found
 
         linear = func in VIEWS and len(tracks) == 1 and tracks[0].roots[root][2]
         roots[root] = (parameter, run, linear)
-    return Tracked.of(Track(out, roots, reader))
+    return Tracked.of(Track.of(out, roots, reader))
 
 
 def sample_dim(shape: torch.Size, n: int) -> int | None:
@@ -371,16 +413,22 @@ def _grown_dim(before: torch.Size, after: torch.Size, n: int) -> int | None:
     return None
 
 
-def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor] | None:
-    """Return table and rows of a look-up that gives every sample rows of its own, None for any other operation."""
+def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track, Tensor, int | None] | None:
+    """Return table, rows and padding of a look-up that gives every sample rows of its own, None for any other operation."""
+    padding = None
     if func is T.__getitem__:
         table, rows = args
-    elif func is F.embedding and len(args) == 2 and all(x is None or x is False for x in kwargs.values()):
-        rows, table = args
+    elif func is F.embedding:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        rows, table, padding = options["input"], options["weight"], options.get("padding_idx")
+        if options.get("max_norm") is not None or options.get("scale_grad_by_freq") or options.get("sparse"):
+            return None  # another gradient than the sum over rows
     else:
         return None
     fits = isinstance(rows, Tensor) and not isinstance(rows, Tracked) and rows.dtype == torch.int64 and rows.dim() > 1
-    return (table.track, rows) if fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n else None
+    fits = fits and isinstance(table, Tracked) and table.dim() == 2 and len(rows) == n
+    return (table.track, rows, padding) if fits else None
 
 
 def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], met: list[Tensor]) -> Any:
@@ -397,7 +445,7 @@ def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], m
             raise UnreadableError(x.track, func)
         return reader.spread(x.track, dim, widest.shape[dim], dims, widest)
 
-    return func(*_mapped(args, copies), **_mapped(kwargs, copies))
+    return func(*_mapped(args, Tracked, copies), **_mapped(kwargs, Tracked, copies))
 
 
 def _linear(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from brute_force import (
 )
 from inrun.errors import OptimizerError
 from inrun.training.gpt import next_token_loss
-from reference import relative_error, sample_gradients
+from reference import gradients, relative_error, sample_gradients
 from tiny import batch, tiny, validation
 
 
@@ -220,3 +222,37 @@ def test_two_groups_cycled_betas_and_a_tensor_frozen_in_between() -> None:
     accountant, brute = run(*CASES["adamw"], groups=True)
     assert brute.off < 1e-9
     assert relative_error(so_far(accountant), torch.cat(brute.credit)) < 1e-9
+
+
+@pytest.mark.parametrize("memory", ["exact", "sketch"])
+def test_networks_that_train_in_turn_remember_while_they_rest(memory: str) -> None:
+    """At a step of the other network nothing of a use moves; its window must stay open, or its momentum is paid to others."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.05, momentum=0.9) for i in (0, 2)]
+    x, held = torch.randn(8, 5, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    parameters = list(model.parameters())
+    value = lambda m: m(held).square().mean()  # noqa: E731
+    options = {"credit": "whole", "credit_memory": memory, "quadrature": "gauss1", "sketch": 10**6, "audit_every": 1}
+    with inrun.Accountant(model, optimizers, value, **options) as accountant:
+        for t, rows in enumerate(x):
+            turn, other = (0, 2) if t % 2 == 0 else (2, 0)
+            model[turn].requires_grad_(True)
+            model[other].requires_grad_(False)
+            moving = list(model[turn].parameters())
+            before = [p.detach().clone() for p in parameters]
+            with accountant.paused():
+                shares = sample_gradients(lambda j, rows=rows: model(rows[j : j + 1]).square().sum() / 10, 5, moving)
+            with accountant.step(range(5)):
+                model(rows).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            middle = copy.deepcopy(model).requires_grad_(True)
+            with torch.no_grad():
+                for p, old in zip(middle.parameters(), before, strict=True):
+                    p.copy_((p + old) / 2)
+            towards = gradients(value(middle), list(middle[turn].parameters()))
+            truth = torch.stack([sum((0.05 * g * v).sum() for g, v in zip(share, towards, strict=True)) for share in shares])
+            assert relative_error(accountant.last.contributions["validation"], truth) < 1e-9
+        assert len(accountant._run.credit.open) == len(x)

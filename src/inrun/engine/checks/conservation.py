@@ -16,20 +16,48 @@ from inrun.engine.sites import Scored
 from inrun.errors import ConservationError
 
 
+@dataclass(frozen=True)
+class Summed:
+    """Σ_n c_n and Σ_n |c_n|, ``[k]`` each in double precision: samples may cancel, their rounding does not."""
+
+    total: Tensor
+    size: Tensor
+
+    @staticmethod
+    def of(c: Tensor) -> Summed:
+        """Add up contributions ``[n, k]``."""
+        c = c.double()
+        return Summed(c.sum(0), c.abs().sum(0))
+
+    @staticmethod
+    def none(k: int, device: torch.device | str = "cpu") -> Summed:
+        """Begin with nothing."""
+        return Summed(*torch.zeros(2, k, dtype=torch.float64, device=device))
+
+    def __add__(self, other: Summed) -> Summed:
+        """Add those of other samples, or of other uses."""
+        return Summed(self.total + other.total, self.size + other.size)
+
+    def times(self, factor: float) -> Summed:
+        """Scale the contributions."""
+        return Summed(self.total * factor, self.size * abs(factor))
+
+
 @dataclass
 class Balance:
     """Both sides of one parameter's sum, ``[k]`` each, before clipping, and what their rounding is relative to."""
 
     scored: Scored
-    contributed: Tensor
+    contributed: Summed
     expected: Tensor
     scale: Tensor
     #: ‖G ∘ v‖, what rounding of single entries, each by itself, is relative to.
     entrywise: Tensor
 
 
-#: Rounding allowed, in units of machine precision times ‖G‖‖v‖.
-TOLERANCE = 64.0
+#: Rounding allowed, in units of machine precision times ‖G‖‖v‖; and of each term, times Σ_n |c_n|: samples that cancel (the bias of
+#: a head in a balanced batch) leave a sum that is as small as the rounding of its terms.
+TOLERANCE, OF_TERMS = 64.0, 8.0
 #: The same for gradients of less than single precision, times ‖G ∘ v‖; and which part of a parameter's sum, and of the largest sum
 #: of all parameters, may be lost beside it. ‖G‖‖v‖ is so much more than the sum itself that 64 roundings of bfloat16 would hide it.
 COARSE, COARSE_PART, SMALL_PART = 64.0, 0.1, 0.02
@@ -59,9 +87,9 @@ def products_with(gradient: Tensor, v: Tensor) -> Tensor:
     return torch.cat([(directions @ used).double(), *squares]).cpu()
 
 
-def balance_of(s: Scored, contributed: Tensor, found: Tensor) -> Balance:
+def balance_of(s: Scored, contributed: Summed, found: Tensor) -> Balance:
     """Return a parameter's balance from what :func:`products_with` found."""
-    return Balance(s, contributed, *_sides(found, len(contributed)))
+    return Balance(s, contributed, *_sides(found, len(contributed.total)))
 
 
 def precision_of(s: Scored, coarse: torch.dtype | None) -> float:
@@ -94,11 +122,12 @@ def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any,
     """
     if not balances:
         return
-    off = torch.stack([(b.contributed - b.expected).abs().max() for b in balances]).cpu()
+    off = torch.stack([(b.contributed.total - b.expected).abs().max() for b in balances]).cpu()
     eps = torch.tensor([precision_of(b.scored, coarse.get(b.scored.parameter)) for b in balances], dtype=torch.float64)
     scale = torch.stack([b.scale.max() for b in balances]).cpu()
+    terms = torch.stack([b.contributed.size.max() for b in balances]).cpu()
     # The floor: a gradient that cancels to rounding noise (key biases in attention) has a scale that is noise too.
-    allowed = TOLERANCE * eps * ((n**0.5) * scale + 1e-3 * scale.max())
+    allowed = TOLERANCE * eps * ((n**0.5) * scale + 1e-3 * scale.max()) + OF_TERMS * eps * terms
     sums = torch.stack([b.expected.abs().max() for b in balances]).cpu().double()
     entrywise = torch.stack([b.entrywise.max() for b in balances]).cpu().double()
     rounded = torch.maximum(COARSE * eps * entrywise + COARSE_PART * sums, SMALL_PART * sums.max())
@@ -106,7 +135,7 @@ def check_balances(balances: list[Balance], n: int, step: int, coarse: dict[Any,
     bad = torch.nonzero(~(off <= allowed) & torch.isfinite(scale)).flatten().tolist()
     if bad:
         lines = [
-            f"  {balances[i].scored.name}: contributions sum to {balances[i].contributed.cpu().tolist()}, "
+            f"  {balances[i].scored.name}: contributions sum to {balances[i].contributed.total.cpu().tolist()}, "
             f"gradient gives {balances[i].expected.cpu().tolist()}"
             for i in bad[:8]
         ]

@@ -29,8 +29,9 @@ class PushMemory:
         self.paid: Numbers = np.zeros((0, parameters))
         #: What is still to come, were the options to stay as they are.
         self.rest: Numbers = np.zeros((0, parameters))
-        #: Which parameters stepped last.
-        self.stepping = np.zeros(parameters, bool)
+        #: For how many steps parameters have not stepped, and by what one more step would multiply what they remember.
+        self.idle: Numbers = np.zeros(parameters)
+        self.later: Numbers = np.zeros(parameters)
 
     def __len__(self) -> int:
         """Return the number of open steps."""
@@ -47,20 +48,23 @@ class PushMemory:
         """The coming step happened."""
         kappa = self.look(recalls)
         keep, enter, read, _ = _columns(recalls)
-        self.stepping = moved = np.array([r is not None for r in recalls])
+        moved = np.array([r is not None for r in recalls])
+        self.idle = np.where(moved, 0.0, self.idle + 1)
         blank = np.zeros((1, self.a.shape[1]))
         grown = {name: np.vstack([getattr(self, name), blank]) for name in ("a", "paid", "rest")}
         self.a = np.where(moved, np.vstack([self.a * keep, enter[None]]), grown["a"])
         self.paid = grown["paid"] + np.abs(kappa)
         later = np.array([0.0 if r is None else min(r.later, 1.0 - 1e-9) for r in recalls])
+        self.later = np.where(moved, later, self.later)
         ahead = np.abs(self.a * read) * later / (1.0 - later)
         self.rest = np.where(moved, ahead, grown["rest"])
 
     def passed(self) -> int:
         """Return how many of the oldest steps are over: less than :data:`REST` of their pushes is still to come."""
         # What is to come, against what would come after a push of the peak's size: κ / peak in a steady state.
-        # Parameters that did not step just now keep nothing open: one that is frozen for good would keep all of it.
-        rest = np.where(self.stepping, self.rest, 0.0)
+        # Parameters that rest (two networks that train in turn) still remember, and keep uses open as long as if they had stepped:
+        # one that is frozen for good would keep all of them.
+        rest = self.rest * self.later**self.idle
         share = rest / np.where(self.paid + rest > 0, self.paid + rest, 1.0)
         open_ = np.flatnonzero((share > REST).any(1))
         return int(open_[0]) if len(open_) else len(self.a)
@@ -77,14 +81,17 @@ class PushMemory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {name: getattr(self, name).tolist() for name in ("a", "paid", "rest", "stepping")}
+        return {name: getattr(self, name).tolist() for name in ("a", "paid", "rest", "idle", "later")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore."""
         width = self.a.shape[1]
         for name in ("a", "paid", "rest"):
             setattr(self, name, np.array(state[name], np.float64).reshape(-1, width))
-        self.stepping = np.array(state["stepping"], bool)
+        # A state of an earlier version tells only who stepped last; those alone kept uses open.
+        stepping = np.array(state.get("stepping", np.ones(width)), np.float64)
+        self.idle = np.array(state.get("idle", 1.0 - stepping), np.float64)
+        self.later = np.array(state.get("later", 0.9 * stepping), np.float64)
 
 
 def _columns(recalls: Sequence[Recall | None]) -> tuple[Numbers, Numbers, Numbers, Numbers]:
