@@ -64,8 +64,8 @@ class PushMemory:
         # What is to come, against what would come after a push of the peak's size: κ / peak in a steady state.
         # Parameters that rest (two networks that train in turn) still remember, and keep uses open as long as if they had stepped:
         # one that is frozen for good would keep all of them.
-        rest = self.rest * self.later**self.idle
-        share = rest / np.where(self.paid + rest > 0, self.paid + rest, 1.0)
+        whole = self.paid + self.rest
+        share = self.rest * self.later**self.idle / np.where(whole > 0, whole, 1.0)
         open_ = np.flatnonzero((share > REST).any(1))
         return int(open_[0]) if len(open_) else len(self.a)
 
