@@ -28,10 +28,22 @@ def smoke(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return name, found, json.loads(written["results.json"].read_text())
 
 
-@pytest.mark.parametrize("smoke", ["fidelity", "utility", "efficiency"], indirect=True)
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("fidelity", "efficiency")]
+
+
+@pytest.mark.parametrize("smoke", ["utility", *SLOWLY], indirect=True)
 def test_a_rerun_gives_the_same_results(smoke: tuple[str, Findings, dict[str, Any]]) -> None:
     name, _, data = smoke
     assert json.loads(json.dumps(run(name, "smoke", Work(name, seeds=(0, 1))).data)) == data
+
+
+@pytest.mark.parametrize("smoke", ["fidelity"], indirect=True)
+def test_fidelity_judges_every_choice_in_every_game(smoke: tuple[str, Findings, dict[str, Any]]) -> None:
+    games = smoke[2]["games"]
+    assert games.keys() == {"adamw", "paper", "proxy"}
+    for game in games.values():
+        assert all(-1.0 <= row["spearman"] <= 1.0 and row["rmse"] >= 0.0 for row in game["summary"])
+    assert {"first+sgd", "midpoint+secant"} <= {row["choice"] for row in games["adamw"]["summary"]}
 
 
 @pytest.mark.parametrize("smoke", ["efficiency"], indirect=True)
