@@ -187,6 +187,7 @@ class Point(nn.Module):
         return self.w(x)
 
 
+@pytest.mark.slow
 def test_fold_errors_are_honest() -> None:
     """Simulated data with known noise: 95 % intervals cover the true score 90 to 98 % of the time."""
     torch.manual_seed(0)

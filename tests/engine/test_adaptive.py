@@ -33,7 +33,7 @@ def off(results) -> list[float]:
     return [max(abs(a.residual) / a.spread for a in r.accounts.values()) for r in results]
 
 
-@pytest.mark.parametrize("sets", SETS)
+@pytest.mark.parametrize("sets", [pytest.param(sets, marks=pytest.mark.slow) if sets == "two" else sets for sets in SETS])
 @pytest.mark.parametrize("name", ROUGH)
 def test_rough_steps_take_points_until_the_residual_is_small(name: str, sets: str) -> None:
     plain, _ = train(ROUGH[name], SETS[sets](), audit_every=1, quadrature="midpoint")

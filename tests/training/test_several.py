@@ -119,7 +119,12 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = ("step game, accumulated", "fsdp, step game, accumulated", "validation rows that are taken by all")
+SLOW = (
+    "whole credit, exact, a batch that is no multiple",
+    "step game, accumulated",
+    "fsdp, step game, accumulated",
+    "validation rows that are taken by all",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
