@@ -69,6 +69,49 @@ def test_rounding_alone_passes(condition: str, microbatches: int) -> None:
     assert accountant.last.skipped is None
 
 
+@pytest.mark.parametrize("method", ["first", "midpoint"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rounding_alone_passes_in_adams_first_step(seed: int, method: str) -> None:
+    """There v = η/|G| ∘ ∇ℓ: where samples cancel in G, the rounding of each counts for much."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab=1024, context=64, width=64, layers=2, heads=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held, rows = torch.randint(0, 1024, (1, 64)), torch.randint(0, 1024, (64, 64))
+
+    def loss(m: nn.Module, some: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return next_token_loss(m, some)
+
+    with inrun.Accountant(model, optimizer, lambda m: loss(m, held), method=method, credit="step", audit_every=1) as accountant:
+        for _ in range(2):
+            with accountant.step(range(N)):
+                loss(model, rows[torch.randint(0, 64, (N,))]).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accountant.last.skipped is None
+
+
+def test_control_a_head_without_its_module_is_seen_under_adam_and_autocast() -> None:
+    torch.manual_seed(0)
+    model = RawHead()
+    optimizer = torch.optim.AdamW([model.table.weight], lr=1e-3)
+    drawn = [torch.randint(0, V, (N, T)) for _ in range(4)]
+
+    def loss(m: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(m, tokens, labels)
+
+    options = {"method": "midpoint", "credit": "step", "audit_every": 1}
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss(m, *drawn[2:]), **options)
+    with pytest.raises(ConservationError, match=r"table\.weight: contributions sum to"):
+        for _ in range(4):
+            with accountant.step(range(N)):
+                loss(model, *drawn[:2]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("penalty", [0.0, 1e-4])
 @pytest.mark.parametrize("loss_scale", [1.0, 1000.0])
 @pytest.mark.parametrize("game", [{"method": "first"}, {"method": "midpoint"}, {"credit": "whole"}])
