@@ -120,7 +120,6 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 SLOW = (
-)
     "whole credit, exact, a batch that is no multiple",
     "step game, accumulated",
     "fsdp, step game, accumulated",

@@ -61,8 +61,8 @@ TOLERANCE, OF_TERMS = 64.0, 8.0
 #: The same for gradients of less than single precision, times ‖G ∘ v‖; and which part of a parameter's sum, and of the largest sum
 #: of all parameters, may be lost beside it. ‖G‖‖v‖ is so much more than the sum itself that 64 roundings of bfloat16 would hide it.
 COARSE, COARSE_PART, SMALL_PART = 64.0, 0.1, 0.02
-#: And of each term, times Σ_n |c_n|: in Adam's first step v is as large as G is small, so that samples which cancel in G count for much
-#: (up to 0.17 there, seen on small GPTs under autocast).
+#: And of each term, times Σ_n |c_n|: in Adam's first step v is as large as G is small, so that samples which cancel in G count for
+#: much (up to 0.17 there, seen on small GPTs under autocast).
 COARSE_TERMS = 0.5
 
 
