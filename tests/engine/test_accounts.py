@@ -68,6 +68,7 @@ def test_accounts_are_measured(method: str, kind: str) -> None:
                 assert account.decay == pytest.approx(before - shrunk, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_residual_shrinks_with_finer_methods() -> None:
     """On AdamW: the SGD proxy leaves most of it unexplained, midpoint with secant shares nearly nothing."""
     merits = {}

@@ -63,7 +63,7 @@ def test_left_over_gradient_is_caught() -> None:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_honest_training_passes_every_audit(kind: str, tied: bool, dtype: torch.dtype) -> None:
     model = tiny(tied=tied, dtype=dtype, dropout=0.1)

@@ -31,7 +31,7 @@ def secant_reference(model, optimizer, rows, validation, clip: float) -> torch.T
 
 
 @pytest.mark.parametrize("lr", [6e-4, 5e-3])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_rank_agreement_with_secant_shares(tied: bool, beta2: float, lr: float) -> None:
     torch.manual_seed(0)

@@ -25,7 +25,10 @@ DATA = next((p / "shared" / "data" for p in Path(__file__).resolve().parents if 
 SMALL = TextRun(steps=6, batch=4, warmup=2, context=16, width=16, heads=2)
 
 
-@pytest.mark.parametrize("name", ["curation", "stages", "paraphrase", "domains", "groups"])
+LONGER = [pytest.param(name, marks=pytest.mark.slow) for name in ("paraphrase", "groups")]
+
+
+@pytest.mark.parametrize("name", ["curation", "stages", "domains", *LONGER])
 def test_runs_at_its_smallest_and_again_the_same(name: str, tmp_path: Path) -> None:
     work = Work(name, seeds=(0,), cells=tmp_path / "cells")
     first = run(name, "smoke", work)

@@ -68,7 +68,7 @@ def unbroken(tmp_path_factory) -> tuple[Path, float]:
     return folder, time.monotonic() - began
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (20, 200))])
 def test_killed_runs_end_in_the_books_of_an_unbroken_one(tmp_path, unbroken, kills: int) -> None:
     folder, whole = unbroken
     assert kill_until_done(tmp_path, kills, whole, seed=kills) >= kills

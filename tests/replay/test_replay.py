@@ -164,6 +164,7 @@ def test_no_books_where_nothing_could_be_scored(folder, monkeypatch):
     assert not (folder / "nothing").exists() and not list(folder.glob(".*.part"))
 
 
+@pytest.mark.slow
 def test_fewer_checkpoints_are_worse_and_still_of_use(folder):
     """Slow training on a tiny model; exact replay does not mind."""
     slow = {"lr": 1e-3, "final_lr": 1e-3, "warmup": 4, "clip": 1.0}
@@ -302,7 +303,7 @@ def credits(run: Path, label: str) -> list[tuple[int, int, float]]:
     return [(r["step"], r["sample_id"], r["credit"]) for r in rows if r["validation"] == label]
 
 
-@pytest.mark.parametrize("keep", [None, 0])
+@pytest.mark.parametrize("keep", [None, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_late_set_gets_the_credits_it_would_have_had(folder, keep):
     live = whole(folder, "both", validation={"late": {"paths": [str(folder / "late.jsonl")], "rows": 2}})
     run = whole(folder, keep=keep)

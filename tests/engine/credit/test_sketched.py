@@ -304,6 +304,7 @@ def test_memory_is_what_was_said_beforehand(memory: str, caplog) -> None:
     assert 0.8 * said <= most <= 1.05 * said
 
 
+@pytest.mark.slow
 def test_no_growth_over_a_thousand_steps() -> None:
     model = nn.Linear(6, 3)
     x = torch.randn(4, 6)
