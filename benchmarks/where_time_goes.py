@@ -57,7 +57,7 @@ def train(name: str, way: str, seconds: float) -> None:
 
     torch.set_num_threads(1)
     other_models.keep_freed_memory()
-    step = other_models.make_step(name, other_models.WAYS[way])
+    step = other_models.make_step(name, way)
     for number in range(17):
         step(number)
     print("ready", flush=True)
@@ -80,17 +80,16 @@ def phase_of(stack: list[str]) -> str:
 
 def part_of(stack: list[str]) -> str:
     """Return what runs: the innermost frame of inrun that is known, or torch and the model themselves."""
-    ours = [frame for frame in stack if "inrun/" in frame]
-    if any(frame.startswith("_gradient (inrun/engine/validation") for frame in ours) or any(
-        "inrun/engine/validation" in frame for frame in ours[-3:]
-    ):
+    ours = [i for i, frame in enumerate(stack) if "inrun/" in frame and "inrun/training" not in frame]
+    if any("inrun/engine/validation" in stack[i] for i in ours):
         return "validation pass"
-    for frame in reversed(ours):
-        if frame.startswith(("ObservedModel.__call__", "Observed")) and frame is ours[-1]:
+    for i in reversed(ours):
+        part = next((part for part, marks in PARTS.items() if any(mark in stack[i] for mark in marks)), None)
+        # Below the wrapper of an observed call, a forward is the model's own: attention, activations, what it adds up.
+        if part == "asking and routing" and any("forward (" in frame for frame in stack[i + 1 :]):
             return "torch and the model"
-        for part, marks in PARTS.items():
-            if any(mark in frame for mark in marks):
-                return part
+        if part is not None:
+            return part
     return "torch and the model"
 
 

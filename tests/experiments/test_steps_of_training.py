@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from inrun.experiments import efficiency, fidelity, utility
-from inrun.experiments.contest import Perceptron, Trial, agreement, operations, ways
+from inrun.experiments.contest import IN_PLACE, Perceptron, Trial, agreement, operations, ways
 from inrun.experiments.outputs import save
 from inrun.experiments.recipes import Findings, Work, run
 from inrun.experiments.states import FidelityConfig, states
@@ -53,6 +53,7 @@ def test_efficiency_agrees_and_counts(smoke: tuple[str, Findings, dict[str, Any]
         facts = data["trials"][trial]
         assert len(facts["agrees"]) >= 10 and all(facts["agrees"].values())
         assert {line["name"] for line in found.measured[trial]} == facts["flops"].keys()
+        assert min(facts["flops"].values()) == facts["flops"]["plain"]  # nobody gets by with less than training
         assert all(line["seconds"] > 0 and line["cpu_seconds"] > 0 for line in found.measured[trial])
     assert "seconds" not in json.dumps(data)  # times are kept apart
 
@@ -78,6 +79,14 @@ def test_operations_of_plain_training_are_those_of_the_formula() -> None:
     with FlopCounterMode(display=False) as counter:
         running.step(0)
     assert counter.get_total_flops() == expected
+
+
+def test_products_that_are_added_in_place_are_counted() -> None:
+    a, b, sums = torch.zeros(3, 4), torch.zeros(4, 5), torch.zeros(2, 3, 5)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        sums[0].addmm_(a, b)
+        sums.baddbmm_(a.expand(2, 3, 4), b.expand(2, 4, 5))
+    assert counter.get_total_flops() == 3 * 2 * 3 * 4 * 5
 
 
 def test_agreement_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:

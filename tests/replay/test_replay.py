@@ -31,13 +31,17 @@ from small_run import corpus, settings
 HARD = {"optimizer": {"clip": 0.3, "weight_decay": 0.2}, "batch": {"accumulation": 2}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    corpus(tmp_path)
-    with (tmp_path / "late.jsonl").open("w") as out:
+def with_documents(folder: Path) -> Path:
+    corpus(folder)
+    with (folder / "late.jsonl").open("w") as out:
         for i in range(6):
             out.write(json.dumps({"id": f"late-{i}", "text": "print the list " * (i + 2), "domain": "code"}) + "\n")
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return with_documents(tmp_path)
 
 
 def a_run(folder: Path, name: str = "run", *, keep: int | None = None, every: int = 5, method: str = "midpoint", **more) -> Path:
@@ -298,15 +302,31 @@ def whole(folder: Path, name: str = "run", **more) -> Path:
     return a_run(folder, name, method=None, steps=24, **{"optimizer": forgets, **more})
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents and two runs under whole credit, one of which had the late set: what most tests look at."""
+    place = with_documents(tmp_path_factory.mktemp("trained"))
+    whole(place)
+    whole(place, "both", validation={"late": {"paths": [str(place / "late.jsonl")], "rows": 2}})
+    return place
+
+
+@pytest.fixture
+def run(trained: Path, folder: Path) -> Path:
+    """A copy of the run, to write into."""
+    shutil.copytree(trained / "run", folder / "run")
+    return folder / "run"
+
+
 def credits(run: Path, label: str) -> list[tuple[int, int, float]]:
     rows = inrun.Ledger.open(run).credits().to_pylist()
     return [(r["step"], r["sample_id"], r["credit"]) for r in rows if r["validation"] == label]
 
 
 @pytest.mark.parametrize("keep", [None, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_late_set_gets_the_credits_it_would_have_had(folder, keep):
-    live = whole(folder, "both", validation={"late": {"paths": [str(folder / "late.jsonl")], "rows": 2}})
-    run = whole(folder, keep=keep)
+def test_a_late_set_gets_the_credits_it_would_have_had(trained, folder, keep):
+    live = trained / "both"
+    run = trained / "run" if keep is None else whole(folder, keep=keep)
     source = open_source(run, late(folder))
     assert source.credit == "whole" and all(s.credits for s in source.steps)
     result = replay(source, ["late"], folder / "out", check=["code"])
@@ -327,8 +347,8 @@ def test_a_late_set_gets_the_credits_it_would_have_had(folder, keep):
     assert sums["out"] > 1.2 * sums["step"]
 
 
-def test_steps_by_themselves_are_scored_by_the_step_game_and_it_is_said(folder, caplog):
-    source = open_source(whole(folder), late(folder))
+def test_steps_by_themselves_are_scored_by_the_step_game_and_it_is_said(run, folder, caplog):
+    source = open_source(run, late(folder))
     for look, steps in ((Look("before"), source.steps), (Look("exact"), choose_steps(source, Look("exact"), every=2))):
         caplog.clear()
         result = replay(source, ["late"], folder / f"out-{look.mode}", look, steps=steps)
@@ -345,8 +365,8 @@ def test_steps_by_themselves_are_scored_by_the_step_game_and_it_is_said(folder, 
     assert abs(lines[0].spread - 1) < abs(secant[0].spread - 1) and lines[0].pearson > secant[0].pearson
 
 
-def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
-    live = whole(folder, "both", validation={"late": {"paths": [str(folder / "late.jsonl")], "rows": 2}})
+def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(trained, folder):
+    live = trained / "both"
     source = open_source(whole(folder, scoring={"method": "first"}), late(folder))
     assert source.credit == "step"
     result = replay(source, ["late"], folder / "out", Look("exact", credit="whole"), check=["code"])
@@ -355,9 +375,9 @@ def test_a_run_of_the_step_game_can_be_replayed_by_whole_credit(folder):
     assert np.allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max())
 
 
-def test_like_is_compared_with_like_or_nothing(folder, monkeypatch, capsys):
+def test_like_is_compared_with_like_or_nothing(run, folder, monkeypatch, capsys):
     """A part of a run pays its last uses in part, and single steps are scored by another game: neither is what was live."""
-    source = open_source(whole(folder), late(folder))
+    source = open_source(run, late(folder))
     part = replay(source, ["late"], folder / "part", steps=choose_steps(source, Look("exact"), limit=15), check=["code"])
     (check,) = part.check
     assert part.unchecked == "" and 0 < check.steps < 15 == part.scored
@@ -374,8 +394,8 @@ def test_like_is_compared_with_like_or_nothing(folder, monkeypatch, capsys):
     assert json.loads((source.run / "replays/late/replay.json").read_text())["unchecked"]
 
 
-def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, monkeypatch):
-    source = open_source(whole(folder), late(folder))
+def test_whole_credit_over_another_state_of_the_optimizer_is_refused(run, folder, monkeypatch):
+    source = open_source(run, late(folder))
     put = Stage._put_moments
 
     def other(self, *arguments):
@@ -389,16 +409,16 @@ def test_whole_credit_over_another_state_of_the_optimizer_is_refused(folder, mon
     assert not (folder / "out").exists()
 
 
-def test_skipped_steps_do_not_break_windows(folder):
+def test_skipped_steps_do_not_break_windows(run, folder):
     """A step whose validation loss was not finite moved the weights, and is in the optimizer's memory."""
-    source = open_source(whole(folder), late(folder))
+    source = open_source(run, late(folder))
     gap = replace(source, steps=[s for s in source.steps if s.step not in (3, 4, 5, 6)])
     result = replay(gap, ["late"], folder / "out", check=["code"])
     assert result.credit == "whole" and result.scored == 20 and result.check[0].spearman > 0.999
 
 
-def test_the_command_says_which_credit(folder, monkeypatch, capsys):
-    run, new = whole(folder), folder / "late.jsonl"
+def test_the_command_says_which_credit(run, folder, monkeypatch, capsys):
+    new = folder / "late.jsonl"
     code, out, err = command(monkeypatch, capsys, run, "-v", new, "--quiet")
     assert code == 0 and "(whole credit)" in out and "Spearman 1.0000" in out, err
     code, out, err = command(monkeypatch, capsys, run, "-v", f"other={new}", "--credit", "step", "--quiet")
