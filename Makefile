@@ -19,9 +19,10 @@ $(VENV)/dev: $(VENV)/core
 demo: $(VENV)/core
 	$(BIN)/inrun demo
 
-# Work is stolen from the end, so that tests of one file, which share jobs of several processes, stay with one worker.
+# Work is stolen from the end, so that tests of one file, which share jobs of several processes, stay with one worker. Three workers for
+# two cores: jobs of several processes wait for each other, and for those that were made to hang.
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not browser"
 
 test-slow: $(VENV)/dev
 	$(BIN)/python -m pytest -m slow

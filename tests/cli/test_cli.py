@@ -62,7 +62,7 @@ def test_bench_tune() -> None:
     assert "cost model" in table.output and "merged" in table.output
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_bench_of_a_transformers_model_as_a_table(model: str) -> None:
     result = CliRunner().invoke(cli, ["bench", *SMALL, "--model", model, "--slow-rounds", "0"])
     assert result.exit_code == 0, result.output
@@ -134,7 +134,7 @@ def test_printable() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def test_bench_under_conditions(model: str) -> None:
     """Every condition has a yardstick of its own, and what is scored under it is relative to that."""
     shape = Shape(model=model, width=16, heads=2, layers=1, context=8, vocab=50, batch=3)
