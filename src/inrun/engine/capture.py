@@ -35,7 +35,7 @@ from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
-from inrun.layers.reads import Tracked
+from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors, replace_float_tensors
 from inrun.torch_private import current_backward, without_attention_fast_path
 
@@ -79,6 +79,8 @@ class Capture:
         self._read_calls: dict[Any, Call] = {}
         #: Modules that were seen to run more than once in a forward.
         self.repeated: set[Site] = set()
+        #: Whether a forward of one row, at which no look is taken, was run to see them.
+        self._counted = False
         self._paused = False
         #: The module whose own call runs, where what is read outside of it is followed, too.
         self._inside: Site | None = None
@@ -236,6 +238,11 @@ class Capture:
             self.rows.before_forward(arguments, micro.rows, occasion.step, occasion.audited)
         if documents is not None:
             self.documents.before_forward(arguments, documents, occasion.step, occasion.audited)
+        if micro.extras is not None and micro.rows == 1 and self.rows.enabled and not self._counted:
+            # One row needs no look; but which modules run more than once must be known, to pair their gradients.
+            self._counted = True
+            with contextlib.suppress(UnreadableError):
+                self._run_recorded(arguments, Recorder())
 
     def check_compiled(self) -> None:
         """Raise if compiled code called modules in a way that nobody has prepared."""
