@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import inrun
-from inrun.errors import ConfigurationError, CoverageError, StepError
+from inrun.errors import ConfigurationError, CoverageError, OptimizerError, StepError
 from inrun.layers import Formed, LookUp, Outer
 from inrun.layers.squares import paired, squares, squares_of_sum
 from problems import PROBLEMS
@@ -193,6 +193,22 @@ def test_refusals(options: dict[str, object], kind: type[Exception], text: str) 
     given = {"validation": lambda m: m(torch.ones(1, 3)).sum(), **options}
     with pytest.raises(kind, match=text):
         inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+
+
+def test_clipping_by_value_is_refused() -> None:
+    """What a sample's gradient is then, as the optimizer used it, no factor tells."""
+    problem = PROBLEMS["perceptron"]
+    model, rows = problem.build().double(), problem.draw(N, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fn = lambda m: problem.losses(m(rows), rows).mean()  # noqa: E731
+    with (
+        inrun.Accountant(model, optimizer, fn, method="midpoint", extra="norm") as accountant,
+        pytest.raises(OptimizerError, match="extra="),
+        accountant.step(range(N)),
+    ):
+        problem.losses(model(rows), rows).mean().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
 
 
 def test_layers_that_are_not_told_apart_are_refused() -> None:
