@@ -372,8 +372,9 @@ class MergedMicrobatch(Microbatch):
         assert isinstance(directions, MergedDirections)
         if any(len(backwards) > 1 for backwards in self.backwards.values()):
             raise StepError(
-                "a merged step has one backward, of train_loss + validation_loss; several were run. Add the losses up first, or "
-                "give the Accountant validation= and open steps without merged=."
+                "a merged step has one backward, of train_loss + validation_loss; several were run, or segments under reentrant "
+                "activation checkpointing. Add the losses up first, pass use_reentrant=False, or give the Accountant validation= "
+                "and open steps without merged=."
             )
         if self.root is None and torch.float16 in self.coarse.values():
             raise StepError(
