@@ -175,6 +175,17 @@ def test_refresh_reuses_the_validation_gradient(kind: str) -> None:
     assert len(calls) == 3
 
 
+def test_refresh_takes_a_new_gradient_for_what_was_frozen() -> None:
+    """A validation gradient that was taken while a parameter was frozen has nothing of it."""
+    runs = [build("SGD", refresh=refresh, audit_every=0) for refresh in (9, 1)]
+    for step in range(4):
+        found = []
+        for model, optimizer, accountant in runs:
+            next(model.parameters()).requires_grad_(step > 1)
+            found.append(train_step(accountant, model, optimizer, batch(4, step)).contributions["validation"])
+        assert (relative_error(*found) < 1e-9) is (step in (0, 2)), step
+
+
 def test_repeated_ids_add_up() -> None:
     model, optimizer, accountant = build("SGD")
     c = train_step(accountant, model, optimizer, batch(4, 0), ids=[7, 7, 9, 7]).contributions["validation"]

@@ -420,6 +420,26 @@ def test_value_clipping_is_scored_with_secant(method: str) -> None:
             assert relative_error(got, want) < 1e-6
 
 
+@pytest.mark.parametrize(("dtype", "accuracy"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_value_clipping_lets_the_smallest_entries_through(dtype: torch.dtype, accuracy: float) -> None:
+    """Where all larger entries of a tensor are clipped to a few per cent of themselves, the smallest are what they were."""
+    model = torch.nn.Linear(3, 1, bias=False).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = torch.tensor([[2.0, 3.0, 2e-4], [1.0, 4.0, 3e-4]], dtype=dtype)
+    fn = lambda m: (m.weight * torch.tensor([1e-3, 1e-3, 1.0], dtype=dtype)).sum()  # noqa: E731
+    with inrun.Accountant(model, optimizer, fn, method="first", update="secant", audit_every=1) as accountant:
+        for factor in (1.0, 0.7):
+            used = (factor * rows).sum(0, keepdim=True).clamp(-0.01, 0.01)
+            gain = secant_gain(optimizer, model.weight, used)
+            with accountant.step(range(2)):
+                (factor * model(rows)).sum().backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+            want = (gain * used / rows.sum(0) * rows * torch.tensor([1e-3, 1e-3, 1.0], dtype=dtype)).sum(1)
+            assert relative_error(accountant.last.contributions["validation"], want) < accuracy
+
+
 def test_streaming_still_refuses_value_clipping_and_noise_is_refused_always() -> None:
     model = tiny()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

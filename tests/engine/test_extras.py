@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import inrun
-from inrun.errors import ConfigurationError, CoverageError, StepError
+from inrun.errors import ConfigurationError, CoverageError, OptimizerError, StepError
 from inrun.layers import Formed, LookUp, Outer
 from inrun.layers.squares import paired, squares, squares_of_sum
 from problems import PROBLEMS
@@ -107,6 +110,75 @@ def test_a_layer_that_runs_twice_unseen_is_an_error() -> None:
         assert accountant.last.norms.shape == (N,)
 
 
+class Saved(nn.Module):
+    """A layer that runs once, or twice, in a segment that the backward recomputes."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.inner, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.twice = twice
+
+    def segment(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(self.norm(x)))
+        return torch.tanh(self.inner(x)) if self.twice else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.utils.checkpoint.checkpoint(self.segment, self.first(x), use_reentrant=False))
+
+
+def norms_of(build: Callable[[], nn.Module], push: Callable[[Tensor], None], n: int = N, tries: int = 1) -> tuple[Tensor, Tensor]:
+    """Return norms as told, and one sample at a time; ``push`` runs the backwards of a loss, and all but the last try fail."""
+    problem = PROBLEMS["perceptron"]
+    torch.manual_seed(0)
+    model = build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters, rows, held = list(model.parameters()), problem.draw(n, 0), problem.draw(M, 99)
+    shares = lambda j: problem.losses(model(rows[j : j + 1]), rows[j : j + 1])[0] / n  # noqa: E731
+    g_n = torch.stack([flat(g) for g in sample_gradients(shares, n, parameters)])
+    with inrun.Accountant(
+        model, optimizer, lambda m: problem.losses(m(held), held).mean(), method="first", extra="norm"
+    ) as accountant:
+        for left in reversed(range(tries)):
+            expected = pytest.raises(StepError, match="several backwards") if left else contextlib.nullcontext()
+            with expected, accountant.step(range(n)):
+                push(problem.losses(model(rows), rows).mean())
+                optimizer.step()
+            optimizer.zero_grad()
+        return accountant.last.norms, g_n.norm(dim=1)
+
+
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("twice", [False, True])
+def test_segments_that_are_recomputed(twice: bool, n: int) -> None:
+    """Of one row no look is taken; what runs twice is seen all the same."""
+    told, expected = norms_of(lambda: Saved(twice), Tensor.backward, n)
+    assert relative_error(told, expected) < 1e-9
+
+
+def test_several_backwards_of_one_forward() -> None:
+    """What two backwards push is one gradient: its norm is not made of theirs."""
+
+    def push(loss: Tensor) -> None:
+        (0.25 * loss).backward(retain_graph=True)
+        (0.75 * loss).backward()
+
+    told, expected = norms_of(PROBLEMS["perceptron"].build, push, tries=2)
+    assert relative_error(told, expected) < 1e-9
+
+
+def test_a_layer_that_runs_twice_unseen_with_its_weight_frozen_is_an_error() -> None:
+    problem = PROBLEMS["repeating"]
+    model = problem.build().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = problem.draw(N, 0)
+    with inrun.Accountant(
+        model, optimizer, lambda m: problem.losses(m(rows), rows).mean(), method="first", extra="norm", check_rows=False
+    ) as accountant:
+        model.twice.weight.requires_grad_(False)
+        with pytest.raises(StepError, match="more than once"), accountant.step(range(N)):
+            model(rows)
+
+
 REFUSALS = [
     ({"extra": "length"}, ConfigurationError, "norm, cosine"),
     ({"extra": "cosine", "method": "midpoint"}, ConfigurationError, "lookahead"),
@@ -121,6 +193,22 @@ def test_refusals(options: dict[str, object], kind: type[Exception], text: str) 
     given = {"validation": lambda m: m(torch.ones(1, 3)).sum(), **options}
     with pytest.raises(kind, match=text):
         inrun.Accountant(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+
+
+def test_clipping_by_value_is_refused() -> None:
+    """What a sample's gradient is then, as the optimizer used it, no factor tells."""
+    problem = PROBLEMS["perceptron"]
+    model, rows = problem.build().double(), problem.draw(N, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fn = lambda m: problem.losses(m(rows), rows).mean()  # noqa: E731
+    with (
+        inrun.Accountant(model, optimizer, fn, method="midpoint", extra="norm") as accountant,
+        pytest.raises(OptimizerError, match="extra="),
+        accountant.step(range(N)),
+    ):
+        problem.losses(model(rows), rows).mean().backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
 
 
 def test_layers_that_are_not_told_apart_are_refused() -> None:

@@ -174,6 +174,10 @@ WRONG_LOSSES = {
     "no training part": (lambda step, out, y: mse(out[N:], y[N:]), "exactly 0"),
     "training loss over all rows": (lambda step, out, y: step.merge(mse(out, y), mse(out[N:], y[N:])), "training loss"),
     "validation loss over all rows": (lambda step, out, y: step.merge(mse(out[:N], y[:N]), mse(out, y)), "validation loss"),
+    "training loss without a graph": (
+        lambda step, out, y: step.merge(mse(out[:N], y[:N]).detach(), mse(out[N:], y[N:])),
+        "a graph",
+    ),
     "a vector": (lambda step, out, y: step.merge(mse(out[:N], y[:N]), (out[N:] - y[N:]).mean(1)), r"\(3,\)"),
 }
 
@@ -441,12 +445,37 @@ class Tied(nn.Module):
         return x
 
 
+class SequenceFirst(nn.Module):
+    """Samples are in the second dimension, or go round in the first; a layer that runs twice, a table and a head of one weight."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.table, self.twice, self.norm, self.head = nn.Embedding(VOCAB, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, VOCAB)
+        self.head.weight, self.flat = self.table.weight, flat
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.table(rows.t().reshape(-1) if self.flat else rows.t())
+        x = self.head(self.norm(self.twice(torch.tanh(self.twice(x)))))
+        return (x.unflatten(0, (-1, len(rows))) if self.flat else x).transpose(0, 1)
+
+
+@pytest.mark.parametrize(("optimizer", "update"), [("sgd", "sgd"), ("adamw", "frozen"), ("adamw", "secant")])
+@pytest.mark.parametrize("flat", [False, True])
+def test_samples_in_the_second_dimension(flat: bool, optimizer: str, update: str) -> None:
+    """What is kept of the training rows is told by their number, wherever they lie."""
+    problem = Problem(lambda: SequenceFirst(flat), batch, token_losses)
+    expected, _, _ = train(problem, optimizer, update, "separate")
+    got, _, _ = train(problem, optimizer, update, "merged")
+    assert relative_error(got, expected) < 1e-9
+
+
 TIED = {
     "plain": (Tied, False),
     "a bias, padding": (lambda: Tied(bias=True, padding=3), False),
     "two tables": (lambda: Tied("table other inner head"), False),
     "recomputed head": (lambda: Tied(saved="head"), False),
     "recomputed table": (lambda: Tied(saved="table"), False),
+    "a recomputed head before the table": (lambda: Tied("inner head table", saved="head"), True),
     "a table after the head": (lambda: Tied("table inner head other inner"), True),
     "a head that runs twice": (lambda: Tied("table head inner head"), True),
 }
@@ -458,7 +487,9 @@ TIED = {
 def test_tied_heads(name: str, optimizer: str, update: str, per_point: bool) -> None:
     """Only the rows of the validation rows' tokens wait, unless other uses of the weight come later."""
     build, kept = TIED[name]
-    problem = Problem(build, batch, token_losses if "after" not in name else lambda out, rows: out.square().mean((1, 2)))
+    problem = Problem(
+        build, batch, token_losses if "after" not in name and "before" not in name else lambda out, rows: out.square().mean((1, 2))
+    )
     expected, _, _ = train(problem, optimizer, update, "separate", per_point)
     for mode in ("merged", "added"):
         got, _, accountant = train(problem, optimizer, update, mode, per_point)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import inrun
 from inrun.training.gpt import next_token_loss
@@ -44,6 +46,58 @@ def test_bitwise_mode_gives_the_same_bits_with_dropout(credit: dict) -> None:
     scored, random_scored = train(True, bitwise=True, audit_every=1, **credit)
     assert all(torch.equal(plain[k], scored[k]) for k in plain)
     assert torch.equal(random_plain, random_scored)
+
+
+class Reading(nn.Module):
+    """A table of positions that a norm works on before it meets the samples, and parameters that are read, in ``kind``'s way."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.words, self.places, self.norm = nn.Embedding(11, 6), nn.Embedding(6, 6), nn.LayerNorm(6)
+        self.scale, self.token, self.mask = (nn.Parameter(torch.rand(*size) + 0.5) for size in ((6,), (1, 1, 6), (1, 1, 6, 6)))
+        self.inner, self.head, self.kind = nn.Linear(6, 6), nn.Linear(6, 11), kind
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x = self.inner(self.words(rows))
+        if self.kind == "norm of a table":
+            x = x + self.norm(self.places(torch.arange(6)))
+        elif self.kind == "scale":
+            x = (x * self.scale.exp() + self.scale).tanh_()
+        elif self.kind == "in place":
+            x *= self.scale
+        elif self.kind == "power":
+            x = self.scale ** x.tanh()
+        elif self.kind == "token":
+            x = x * torch.cat([self.token.expand(len(x), -1, -1), x], 1)[:, :1]
+        else:
+            y = x.unsqueeze(1)
+            x = F.scaled_dot_product_attention(y, y, y, attn_mask=self.mask, dropout_p=0.3 * self.training).squeeze(1)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["norm of a table", "scale", "in place", "power", "token", "mask"])
+@pytest.mark.parametrize("credit", ["step", "whole"])
+def test_bitwise_mode_gives_the_same_bits_where_parameters_are_read(kind: str, credit: str) -> None:
+    """Sums over the copies of a parameter would round in another order than the framework's."""
+    finals = []
+    for scored in (False, True):
+        torch.manual_seed(0)
+        model = Reading(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loss = lambda m, rows: F.cross_entropy(m(rows).flatten(0, 1), rows.flatten())  # noqa: E731
+        held, used = torch.randint(0, 11, (3, 6)), []
+        options = {"credit": credit, "bitwise": True, "audit_every": 1}
+        accountant = inrun.Accountant(model, optimizer, lambda m: loss(m, held), **options) if scored else None  # noqa: B023
+        torch.manual_seed(7)
+        for step in range(3):
+            rows = torch.randint(0, 11, (7, 6), generator=torch.Generator().manual_seed(step))
+            with accountant.step(range(7)) if accountant else contextlib.nullcontext():
+                loss(model, rows).backward()
+                used += [p.grad for p in model.parameters() if p.grad is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+        finals.append([*used, torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
 
 
 @pytest.mark.parametrize("credit", ["step", "whole"])

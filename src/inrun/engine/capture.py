@@ -35,9 +35,9 @@ from inrun.errors import CoverageError, RowOwnershipError, StepError
 from inrun.layers import Ask, Call, Layout, Output, Owned, Tapped
 from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
-from inrun.layers.reads import Tracked
+from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import current_backward, without_attention_fast_path
+from inrun.torch_private import current_backward, detached_parameters, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class Capture:
         self._read_calls: dict[Any, Call] = {}
         #: Modules that were seen to run more than once in a forward.
         self.repeated: set[Site] = set()
+        #: Whether a forward of one row, at which no look is taken, was run to see them.
+        self._counted = False
         self._paused = False
         #: The module whose own call runs, where what is read outside of it is followed, too.
         self._inside: Site | None = None
@@ -236,6 +238,11 @@ class Capture:
             self.rows.before_forward(arguments, micro.rows, occasion.step, occasion.audited)
         if documents is not None:
             self.documents.before_forward(arguments, documents, occasion.step, occasion.audited)
+        if micro.extras is not None and micro.rows == 1 and self.rows.enabled and not self._counted:
+            # One row needs no look; but which modules run more than once must be known, to pair their gradients.
+            self._counted = True
+            with contextlib.suppress(UnreadableError):
+                self._run_recorded(arguments, Recorder())
 
     def check_compiled(self) -> None:
         """Raise if compiled code called modules in a way that nobody has prepared."""
@@ -394,7 +401,9 @@ class Capture:
             return out
         site.note_form("project")
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
-        tapped = Tapped.apply(call, buffers, micro.past, out, len(inputs), *inputs, *asked)
+        # Where the framework's own run goes on beside them, copies are for what is asked alone.
+        aside = layout == "apart" and self._reader is not None and self._reader.aside
+        tapped = Tapped.apply(call, buffers, micro.past, out.detach() if aside else out, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
 
     def _call(
@@ -411,8 +420,15 @@ class Capture:
         """Run a layer on what another one made without any sample: on one copy per sample, which is followed in turn."""
         assert self._reader is not None
         copies = self._reader.spread(x.track, 0, micro.n, x.dim() + 1)
-        out = self._score(site, micro, original, (copies,), {}, "rows")
-        return output_apart(site, out[0], out, self._reader)
+        if not self._reader.aside:
+            out = self._score(site, micro, original, (copies,), {}, "rows")
+            return output_apart(site, out[0], out, self._reader)
+
+        def aside(copies: Tensor) -> Any:
+            with detached_parameters(site.module, tuple(site.active())):
+                return original(copies)
+
+        return output_apart(site, original(x.track.plain), self._score(site, micro, aside, (copies,), {}, "rows"), self._reader)
 
     def _score_whole(
         self, site: Site, micro: Microbatch, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -90,7 +90,8 @@ class Extras:
             asks.append(Ask(name, kept_as=kind, probes=len(leaves), extra=True))
             probes += leaves
         else:
-            told.squares[s] = micro.watched(micro.leaf((micro.n,), micro.dtype), (s,))
+            if s not in told.squares:  # a segment that a backward recomputes has it: what flows arrives there
+                told.squares[s] = micro.watched(micro.leaf((micro.n,), micro.dtype), (s,))
             asks.append(Ask(name, contracts=False, extra=True))
             probes.append(told.squares[s])
         raw = None if self.directions is None or "cosine" not in self.names else self.directions.raw.get(s.parameter)
@@ -103,7 +104,8 @@ class Extras:
         return asks, given, probes
 
     def _note_call(self, told: Told, site: Site, name: str) -> None:
-        if current_backward() != -1 or name != next(iter(site.active())):
+        first = next(other for other, s in site.active().items() if s.parameter.requires_grad)
+        if current_backward() != -1 or name != first:
             return
         if site in told.called and site not in self.repeated:
             self.repeated.add(site)
@@ -112,6 +114,17 @@ class Extras:
                 "It is known now: leave the step, zero_grad(), and run it again."
             )
         told.called.add(site)
+
+    def check_backwards(self) -> None:
+        """Raise where squares of several backwards were added up: what they push is one gradient, which has cross terms."""
+        several = [s for micro, told in self._told.items() for s in told.squares if len(micro.backwards.get(s.parameter, ())) > 1]
+        if several:
+            self.repeated |= {site for s in several for site, _ in s.uses}
+            raise StepError(
+                f"{', '.join(s.name for s in several[:5])} got gradient in several backwards of one forward, whose cross terms "
+                "extra= needs and nobody kept; nothing was scored. Add the losses up and run one backward, or leave the step, "
+                "zero_grad(), and run it again: it is known now."
+            )
 
     @torch.no_grad()
     def tell(self, microbatches: list[Microbatch], factors: tuple[float, ...]) -> tuple[Tensor, Tensor | None]:

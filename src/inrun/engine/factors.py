@@ -64,6 +64,12 @@ class Factors:
         strict = strict or any(s.parameter in self.directions.streaming for s in seen)
         found = self.watch.factor(seen, strict=strict)
         if found is None:
+            if self.setup.extra:
+                raise OptimizerError(
+                    f"extra={self.setup.extra!r} tells of gradients that were multiplied by one number between backward and "
+                    "optimizer.step(), and value clipping or clipping by groups does more than that: leave extra= out, or clip by "
+                    "the global norm"
+                )
             self._reworked.add(optimizer)
             return 1.0
         return found / self._loss_scale(optimizer)
@@ -113,7 +119,9 @@ class Factors:
                 f"at step {step} the samples' gradients of {s.name} do not add up to its gradient: some of it flows "
                 "through no sample's rows (a penalty on the weights in the loss, a weight multiplied outside its module)"
             )
-        clear = total.abs() > 1e-3 * before / max(total.numel(), 1) ** 0.5
+        # Above what rounding may leave of samples that cancel.
+        rounding = min(1e-3, 1e4 * torch.finfo(used.dtype).eps)
+        clear = total.abs() > rounding * before / max(total.numel(), 1) ** 0.5
         ratio = used / torch.where(total == 0, 1.0, total)
         if bool((clear & (ratio < 0)).any()):
             raise OptimizerError(
@@ -121,4 +129,7 @@ class Factors:
                 "added to it (noise?), which is no sample's share. Clipping and scaling of any kind can be scored."
             )
         largest = float(ratio[clear].max()) if bool(clear.any()) else 0.0
+        small = ratio[~clear & (total != 0)]
+        if len(small):  # value clipping lets the smallest through: where all others were clipped, those tell of what they are like
+            largest = max(largest, float(small.median()))
         return torch.where(total == 0, 0.0, ratio.clamp(0.0, largest))

@@ -95,6 +95,8 @@ class MergedMicrobatch(Microbatch):
         #: The validation rows' tokens, ``[m, t]`` of every look-up so far; and what of heads waits for them.
         self._tokens: dict[Scored, list[Tensor]] = {}
         self.crossing: list[Crossing] = []
+        #: What was found of those rows when a head ran, so that a segment that is recomputed asks for the same.
+        self._rows_found: dict[tuple[Site, str], Tensor | None] = {}
         #: Kept until ∇ℓ is whole, though the gain is known; and whether row by row.
         self.postponed: list[tuple[Kept, bool]] = []
         #: What the model returned in the running step, where losses are checked against it: tensors with one row per sample.
@@ -181,7 +183,7 @@ class MergedMicrobatch(Microbatch):
         turn = layout if layout in TURNED else ""
         self._note_call(site)
         if self._owns(site, inputs, layout):
-            asks, given, buffers = self._ask(site, names, constants, inputs, inputs[0].dtype)
+            asks, given, buffers = self._ask(site, names, constants, self._by_rows_first(inputs, turn), inputs[0].dtype)
             call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, turn=turn)
             module: Any = site.module
             return MergedOwned.apply(call, buffers, inputs[0], module.weight, getattr(module, "bias", None), *given)
@@ -190,12 +192,17 @@ class MergedMicrobatch(Microbatch):
         expands, one = layout in SHARED, layout == "free" and inputs[0].shape[0] == 1
         if expands:
             inputs = tuple((x if one else x.unsqueeze(0)).expand(self.rows, *x.shape[1 if one else 0 :]) for x in inputs)
+        first = self._by_rows_first(inputs, turn)
         if site.rule.sparse:
-            self._note_tokens(site, names, turned(inputs[0], self.rows, turn) if turn else inputs[0])
-        asks, given, buffers = self._ask(site, names, constants, inputs, out.dtype)
+            self._note_tokens(site, names, first[0])
+        asks, given, buffers = self._ask(site, names, constants, first, out.dtype)
         call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, expands, one, turn)
         parameters = [site.scored[name].parameter for name in names]
         return Merged.apply(call, buffers, out, len(inputs), *inputs, *parameters, *given)
+
+    def _by_rows_first(self, inputs: tuple[Tensor, ...], turn: str) -> tuple[Tensor, ...]:
+        """Return the inputs of a call with the rows of the batch first, so that those of training can be told by their sizes."""
+        return tuple(turned(x, self.rows, turn) for x in inputs) if turn else inputs
 
     def _owns(self, site: Site, inputs: tuple[Tensor, ...], layout: Layout) -> bool:
         """Whether the rule's own forward and backward run a call; a view as output (of a biased linear layer) would be copied."""
@@ -213,6 +220,12 @@ class MergedMicrobatch(Microbatch):
 
         None where that is not so. A look-up that runs (again) after this call is seen by ``_note_call``.
         """
+        key = (site, name)
+        if current_backward() == -1 or key not in self._rows_found:
+            self._rows_found[key] = self._find_looked_up_rows(site, s, name)
+        return self._rows_found[key]
+
+    def _find_looked_up_rows(self, site: Site, s: Scored, name: str) -> Tensor | None:
         others = [other for other, _ in s.uses if other is not site]
         alone = len(others) == len(s.uses) - 1 and site not in self.repeated and site.rule.grams(name)
         if not alone or not all(o.rule.sparse and o in self._called and o not in self.repeated for o in others):
@@ -359,8 +372,9 @@ class MergedMicrobatch(Microbatch):
         assert isinstance(directions, MergedDirections)
         if any(len(backwards) > 1 for backwards in self.backwards.values()):
             raise StepError(
-                "a merged step has one backward, of train_loss + validation_loss; several were run. Add the losses up first, or "
-                "give the Accountant validation= and open steps without merged=."
+                "a merged step has one backward, of train_loss + validation_loss; several were run, or segments under reentrant "
+                "activation checkpointing. Add the losses up first, pass use_reentrant=False, or give the Accountant validation= "
+                "and open steps without merged=."
             )
         if self.root is None and torch.float16 in self.coarse.values():
             raise StepError(
@@ -423,7 +437,7 @@ class MergedMicrobatch(Microbatch):
         for x in (*self.validation.values(), *self.looked_up.values()):
             x.grad = None
         self.validation, self.looked_up, self._tokens, self.outputs, self.root = {}, {}, {}, [], None
-        self.postponed, self.crossing = [], []
+        self.postponed, self.crossing, self._rows_found = [], [], {}
 
 
 def open_merged(
@@ -452,6 +466,11 @@ def merge_losses(microbatches: Sequence[Microbatch], train_loss: Tensor, validat
         raise ValidationError(
             "merge() got a validation loss without a graph, so that every sample would score 0: take it of the model's own output, "
             "without detach() and outside torch.no_grad()"
+        )
+    if not train_loss.requires_grad:
+        raise ValidationError(
+            "merge() got a training loss without a graph, so that the step has nothing to learn from: take it of the model's own "
+            "output, without detach() and outside torch.no_grad(), or leave such a batch out with step.skip()"
         )
     if micro.checked:
         check_split(train_loss, validation_loss, micro.outputs, micro.n)

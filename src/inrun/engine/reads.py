@@ -22,7 +22,7 @@ from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, SpreadRule, TableRule, Way
 from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
-from inrun.layers.seam_reads import Multiplied, Spread, arranged, expanded
+from inrun.layers.seam_reads import Beside, Multiplied, Spread, arranged, expanded
 from inrun.torch_private import current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
@@ -80,6 +80,8 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) 
 class RecordingReader:
     """Runs as the forward would, and notes what meets the samples."""
 
+    aside = False
+
     def __init__(self, recorder: Recorder, n: int) -> None:
         """Note into ``recorder``."""
         self.recorder, self.n = recorder, n
@@ -94,6 +96,10 @@ class RecordingReader:
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
         return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n, rows)
+
+    def beside(self, real: Tensor, copied: Tensor, own: bool) -> Tensor:
+        """Nothing runs backwards."""
+        return copied
 
     def check(self, track: Track, operation: Any) -> None:
         """A forward of an autograd function, or one without gradient, is not followed."""
@@ -155,6 +161,14 @@ class ScoringReader:
         """
         self._micro, self.rows, self.form, self.n = weakref.ref(micro), rows, form, samples_of(micro)
         self.in_forward, self._calls = in_forward, calls
+        self.aside = form == "project"
+
+    def beside(self, real: Tensor, copied: Tensor, own: bool) -> Tensor:
+        """Return ``real``, whose gradient goes to ``copied``, too."""
+        if not copied.requires_grad:
+            return real
+        out: Tensor = Beside.apply(real, copied, own)
+        return out
 
     def check(self, track: Track, operation: Any) -> None:
         """Refuse what only reentrant checkpoints do: run with gradient in the recorded forward, and without in this one."""
@@ -231,7 +245,7 @@ class ScoringReader:
 
     def whole(self, track: Track) -> Tensor:
         """Hand out a parameter to a batch of one sample: all of its gradient is the sample's."""
-        return self.spread(track, 0, 1, track.plain.dim() + 1)[0]
+        return self._spread(track, track.plain, (0, 1, track.plain.dim() + 1))[0]
 
     def decides(self, operation: Any, tracks: list[Track], shapes: tuple[Any, ...]) -> None:
         """Have it verified after the forward, unless a look has shown it."""
@@ -252,11 +266,16 @@ class ScoringReader:
             function = track.roots[root][1]
             each = root.copies if function is None else torch.func.vmap(function)(root.copies)
             return arranged(each, dim, size, dims)
-        asks, asked, buffers, ways = self._ask({"weight": track}, (track.plain,), track.plain.dtype, "spread")
+        # Beside the framework's own run, copies are for what is asked alone.
+        return self._spread(track, track.plain.detach() if self.aside else track.plain, (dim, size, dims))
+
+    def _spread(self, track: Track, plain: Tensor, place: tuple[int, int, int]) -> Tensor:
+        """Expand ``plain``, the track's tensor, to ``place``: dimension of the samples, its size, and how many dimensions."""
+        asks, asked, buffers, ways = self._ask({"weight": track}, (plain,), plain.dtype, "spread")
         if not asks:
-            return expanded(track.plain, dim, size, dims)
+            return expanded(plain, *place)
         call = Call(_spread, {name: way for name, (_, way) in ways.items()}, self.n, asks)
-        out: Tensor = Spread.apply(call, buffers, self.micro.past, track.plain, (dim, size, dims), *asked)
+        out: Tensor = Spread.apply(call, buffers, self.micro.past, plain, place, *asked)
         return out
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:

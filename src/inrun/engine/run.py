@@ -104,7 +104,9 @@ class Run:
         self.known_rough: bool | None = None
         self.open_step: OpenStep | None = None
         self.flag = StepFlag()
+        #: Validation gradients that serve more than one step, with that of which they are; parameters that were frozen there.
         self._reused: tuple[Gradients, int] | None = None
+        self._frozen: list[nn.Parameter] = []
         self._told_memory = self._warned_outside = self._suspended = False
         #: Credits that were settled outside any step, for the ledger.
         self._left_over: list[SettledCredits] = []
@@ -145,8 +147,10 @@ class Run:
 
     def gradients_before(self, look: StepLook) -> tuple[Gradients, bool]:
         """Return the validation gradients that are known before the backward, and whether they are this step's own."""
-        if self._reused is None or self.steps_done % self.setup.refresh == 0:
+        thawed = any(p.requires_grad for p in self._frozen)  # what was frozen when they were taken has none
+        if self._reused is None or thawed or self.steps_done % self.setup.refresh == 0:
             self._reused = None  # free the old ones first
+            self._frozen = [s.parameter for s in self.setup.scored if not s.parameter.requires_grad]
             self._reused = (self.setup.method.before(look), self.steps_done)
         found, since = self._reused
         if self.setup.refresh == 1:

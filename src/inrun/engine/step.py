@@ -271,6 +271,8 @@ class Step(OpenStep):
         self.watch.check_coverage(wanted, [m.backwards for m in self.microbatches])
         for micro in self.microbatches:
             micro.check_outputs()
+        if self.extras is not None:
+            self.extras.check_backwards()
 
     # The optimizers
 

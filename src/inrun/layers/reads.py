@@ -47,6 +47,8 @@ ELEMENTWISE = {
     *(torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.pow, torch.maximum, torch.minimum, torch.where),
     *(torch.addcmul, torch.lerp, T.where, T.lerp, T.addcmul, T.__rpow__, torch.multiply, torch.subtract),
 }
+#: Those that keep their result for their backward, into which nothing may write.
+KEEPING = {T.pow, T.__pow__, T.__rpow__, torch.pow, F.scaled_dot_product_attention}
 LINEAR = {F.linear}
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 PRODUCTS = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm}
@@ -72,12 +74,17 @@ CUT = {T.detach, T.data.__get__, T.grad.__get__}  # type: ignore[attr-defined, u
 RANDOM = ("dropout", "bernoulli", "rrelu", "gumbel", "normal_", "uniform_")
 
 
+def _writes(func: Any) -> bool:
+    """Whether an operation writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    named = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+    return named or (name.endswith("_") and not name.endswith("__"))
+
+
 def _cannot_follow(func: Any, args: Any) -> bool:
     """Whether an operation draws random numbers, or writes into a tensor that is not tracked."""
     name = getattr(func, "__name__", "")
-    writes = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-    writes |= name.endswith("_") and not name.endswith("__")
-    return any(part in name for part in RANDOM) or (writes and bool(args) and not isinstance(args[0], Tracked))
+    return any(part in name for part in RANDOM) or (_writes(func) and bool(args) and not isinstance(args[0], Tracked))
 
 
 class UnreadableError(CoverageError):
@@ -143,6 +150,8 @@ class Reader(Protocol):
     """The engine, as tracked tensors see it."""
 
     n: int
+    #: Whether operations are left to the framework, bit for bit: copies meet the samples in one more run of them, beside it.
+    aside: bool
 
     @property
     def alive(self) -> bool:
@@ -166,6 +175,10 @@ class Reader(Protocol):
 
         ``met`` is the tensor of the samples, if there is one.
         """
+        ...
+
+    def beside(self, real: Tensor, copied: Tensor, own: bool) -> Tensor:
+        """Return ``real``, whose gradient goes to ``copied``, too; ``own`` tells that it may be handed on as it is."""
         ...
 
     def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
@@ -299,7 +312,9 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) 
         if dim is not None:
             copies = reader.spread(tracks[0], dim, n, out.dim())
             rest = [1 if i == dim else size // copies.shape[i] for i, size in enumerate(out.shape)]
-            return copies.repeat(rest) if func in (T.repeat, torch.tile, T.tile, T.repeat_interleave) else copies.expand(out.shape)
+            tiles = func in (T.repeat, torch.tile, T.tile, T.repeat_interleave)
+            copied = copies.repeat(rest) if tiles else copies.expand(out.shape)
+            return reader.beside(out, copied, own=False) if reader.aside else copied
     return _derived(func, args, kwargs, out, tracks, reader)
 
 
@@ -445,7 +460,14 @@ def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], m
             raise UnreadableError(x.track, func)
         return reader.spread(x.track, dim, widest.shape[dim], dims, widest)
 
-    return func(*_mapped(args, Tracked, copies), **_mapped(kwargs, Tracked, copies))
+    if not reader.aside or (_writes(func) and isinstance(args[0], Tracked)):
+        return func(*_mapped(args, Tracked, copies), **_mapped(kwargs, Tracked, copies))
+    given, named = _mapped((args, kwargs), Tensor, lambda x: copies(x) if isinstance(x, Tracked) else x.detach())
+    if _writes(func):
+        given = (given[0].clone(), *given[1:])
+    with torch.random.fork_rng(devices={widest.device} - {torch.device("cpu")}):  # attention may drop out, the same twice
+        copied = func(*given, **named)
+    return reader.beside(func(*_plain(args), **_plain(kwargs)), copied, own=func not in KEEPING)
 
 
 def _linear(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:

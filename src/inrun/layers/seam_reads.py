@@ -44,6 +44,23 @@ class Spread(torch.autograd.Function):
         return (None, None, None, b.sum(ctx.place[0]).reshape(ctx.shape), None, *([None] * ctx.count), *leaving)
 
 
+class Beside(torch.autograd.Function):
+    """The identity on what the framework made; its gradient goes to what copies made of the same, too, for theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, real: Tensor, copied: Tensor, own: bool) -> Tensor:
+        """Pass ``real`` on: as the same tensor, so that an operation in place may follow, or as a view of it."""
+        if not own:
+            return real.view_as(real)
+        ctx.mark_dirty(real)
+        return real
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """Pass the gradient on, twice."""
+        return grads[0], grads[0], None
+
+
 def expanded(q: Tensor, dim: int, size: int, dims: int) -> Tensor:
     """Return ``q`` with ``dims`` dimensions, of which ``dim`` has ``size`` copies."""
     shape = [1] * (dims - q.dim()) + list(q.shape)
