@@ -37,7 +37,7 @@ from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
 from inrun.layers.reads import Tracked
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import current_backward, without_attention_fast_path
+from inrun.torch_private import current_backward, own_cache_of_parametrizations, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Capture:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
-        with self.paused(), self._replayed_state.hold(step=self._occasion.step):
+        with self.paused(), own_cache_of_parametrizations(), self._replayed_state.hold(step=self._occasion.step):
             yield
 
     @contextlib.contextmanager
@@ -262,6 +262,7 @@ class Capture:
                 self._guard.hold(),
                 self._state.hold(arguments),
                 without_attention_fast_path(),
+                own_cache_of_parametrizations(),
                 no_reentry(),
             ):
                 return run_eagerly(self.model, *args, **kwargs)
