@@ -130,7 +130,8 @@ class Capture:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
-        with self.paused(), own_cache_of_parametrizations(), self._replayed_state.hold(step=self._occasion.step):
+        held = self._replayed_state.hold(step=self._occasion.step)
+        with self.paused(), own_cache_of_parametrizations(), no_reentry(), held:
             yield
 
     @contextlib.contextmanager
