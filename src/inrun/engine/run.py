@@ -161,7 +161,7 @@ class Run:
         late = [s.name for s in self._without_gradient if s.parameter in seen]
         if late:
             raise StepError(
-                f"{', '.join(late[:5])} was frozen when this step's validation gradients were taken, and has gradient now, which would "
+                f"{', '.join(late[:5])} was frozen when the validation gradients were taken, and has gradient now, which would "
                 "score 0. Unfreeze parameters, and switch adapters on, before accountant.step() (with refresh=1)."
             )
 

@@ -228,7 +228,11 @@ class Recurrent(torch.autograd.Function):
         """Return the usual gradients, and what was asked for."""
         call, net = ctx.call, ctx.call.constants
         x, h, c, mask, *given = ctx.saved_tensors
-        weights = net.weights(tuple(given))
+        passed = grads
+        # Autocast may have rounded what the framework's kernel was given and made; the loop here runs as the weights are.
+        dtype = torch.promote_types(x.dtype, given[0].dtype)
+        x, h, c, *grads = (None if z is None else z.to(dtype) for z in (x, h, c, *grads))
+        weights = net.weights(tuple(z.to(dtype) for z in given))
         buffers, ctx.buffers = ctx.buffers, {}
         with unrounded(x):
             done = ctx.run if ctx.run is not None else run_layers(net, x, h, c, mask, weights)
@@ -238,7 +242,7 @@ class Recurrent(torch.autograd.Function):
             totals, leaving = gradients_for_probes(call, wanted, ctx.directions, buffers, want_totals=not ctx.taken)
         unasked = [None] * len(ctx.directions)
         if ctx.taken:
-            return (None, None, None, None, None, *grads, None, None, None, *([None] * len(given)), *unasked, *leaving)
+            return (None, None, None, None, None, *passed, None, None, None, *([None] * len(given)), *unasked, *leaving)
         own = [totals[name].to(p.dtype) if needs[name] else None for name, p in zip(net.names(), given, strict=True)]
         return (None, None, None, None, None, b, dh, dc, *own, *unasked, *leaving)
 
@@ -251,8 +255,8 @@ class RecurrentRule(LayerRule):
     whole = True
 
     def covers(self, module: nn.Module, names: set[str]) -> bool:
-        """All parameters, however many layers there are."""
-        return True
+        """All parameters, however many layers there are; not those that a hook makes weights of (the old weight norm)."""
+        return names <= set(getattr(module, "_flat_weights_names", names)) & {name for name, _ in module.named_parameters()}
 
     def constants(self, module: Any) -> Network:
         """Return what the network is."""
