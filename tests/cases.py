@@ -354,6 +354,38 @@ class NoForwardMode(torch.autograd.Function):
         return b * w, (b * x).sum(tuple(range(x.dim() - 1)))
 
 
+class OfOthers(torch.autograd.Function):
+    """As most autograd functions are written: torch.func has no way through it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    backward = NoForwardMode.backward
+
+
+class OnlyPlain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OfOthers.apply(x, self.weight)
+
+
+class MaskedWeight(nn.Module):
+    """A mask as large as the weight, whose rows are a multiple of most numbers of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(60, D))
+        self.register_buffer("mask", torch.rand(60, D) > 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask)
+
+
 class OnlyVmap(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -495,6 +527,14 @@ CASES = [
     Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats, "read"),
     Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
     Case("neither that, nor many samples at once", lambda: Decides(), floats, "fallback", ("vmap",)),
+    Case("an autograd function of others", lambda: OnlyPlain(), floats, "fallback", ("vmap",)),
+    Case("masked weight", lambda: MaskedWeight(), floats, "read"),
+    Case(
+        "weight norm over all entries",
+        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5), dim=None),
+        floats,
+        "read",
+    ),
     Case(
         "parametrised linear",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),

@@ -47,6 +47,21 @@ def test_writes_that_come_back_are_not_counted() -> None:
     assert w.grad is not None
 
 
+def test_passes_have_parametrised_weights_of_their_own() -> None:
+    """Breaks: inside ``parametrize.cached()`` training would go on with a weight that a look or a validation pass has made."""
+    layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with torch.nn.utils.parametrize.cached():
+        with torch_private.own_cache_of_parametrizations(), torch.no_grad():
+            other = layer.weight
+            assert layer.weight is other
+        mine = layer.weight
+        assert mine is not other
+        assert mine.requires_grad
+        with torch_private.own_cache_of_parametrizations():
+            assert layer.weight is not mine
+        assert layer.weight is mine
+
+
 def test_backwards_can_be_told_apart() -> None:
     """Breaks: a weight scored in one backward and missed in the next would pass the coverage check."""
     seen = []

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,7 @@ __all__ = [
     "no_grad_in_forward_mode",
     "norms_of",
     "own_buffers",
+    "own_cache_of_parametrizations",
     "own_children",
     "rounds_gradients",
     "unflatten_tree",
@@ -349,3 +351,17 @@ def detached_parameters(module: nn.Module, names: tuple[str, ...]) -> Iterator[N
     finally:
         for owner, local, parameter in held:
             owner._parameters[local] = parameter
+
+
+@contextlib.contextmanager
+def own_cache_of_parametrizations() -> Iterator[None]:
+    """Let passes in the block make parametrised weights anew, and leave none to the ``parametrize.cached()`` block around them.
+
+    Weights that were made of other parameters, without gradient or for a look would train in their place.
+    """
+    before = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before

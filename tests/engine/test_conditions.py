@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import inrun
 from conditions import GAMES, Loop, Net, distance, loss_of, net, rows, train, validation
@@ -194,3 +194,38 @@ def test_conditions(condition: str, game: str, accumulate: int) -> None:
         assert len(a) == 0 or distance([a], [b]) <= near
     unscored = train(loop, scored=False)
     assert distance(unscored.weights, got.weights) < {torch.float64: 1e-9, torch.float32: 1e-5}.get(loop.dtype, 2e-2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.head = nn.Linear(6, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.first(x))[0])
+
+
+def spectral() -> nn.Module:
+    """Runs again, in the precision that it ran in."""
+    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 16))
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("make", [Recurrent, spectral])
+@pytest.mark.parametrize("game", ["first", "whole, sketch"])
+def test_autocast_of_modules_that_are_scored_as_a_whole(make: Callable[[], nn.Module], game: str) -> None:
+    """The numbers are those without autocast, to its precision."""
+    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(2))
+    found = []
+    for low in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with inrun.Accountant(model, optimizer, lambda m: m(x[:2]).square().mean(), **GAMES[game]) as accountant:
+            with accountant.step(range(4)):
+                with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                    loss = model(x).float().sin().sum()
+                loss.backward()
+                optimizer.step()
+        found.append(accountant.last.contributions["validation"])
+    assert distance([found[1]], [found[0]]) < 0.05

@@ -131,6 +131,43 @@ def test_a_weight_may_change_in_the_forward() -> None:
     assert_same_training(Drifting, audit_every=1)
 
 
+class Normalised(nn.Module):
+    """A weight that is made once for two uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"bitwise": True}, {"credit": "whole", "method": None}, {"check_rows": False}])
+def test_forwards_may_run_with_cached_parametrisations(options: dict[str, Any]) -> None:
+    def cached(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.nn.utils.parametrize.cached():
+            return squares(model, x)
+
+    assert_same_training(Normalised, loss=cached, validation=cached, **options)
+
+
+class Projected(nn.Module):
+    """Gives a parameter other memory, as peft's CPT does: also where weights are held elsewhere to validate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.weight.data = self.inner.weight.detach().clamp(-0.3, 0.3)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("game", [{}, {"credit": "whole", "method": None}])
+def test_a_parameter_may_get_other_memory_in_the_forward(game: dict[str, Any]) -> None:
+    assert_same_training(Projected, **game)
+
+
 class Clamped(nn.Module):
     """Clamps a parameter that it reads."""
 

@@ -183,6 +183,28 @@ def test_unfreezing_later_is_refused() -> None:
         pass
 
 
+def test_unfreezing_inside_a_step_is_refused() -> None:
+    """As adapters are switched on: other parameters have gradient too, so that nothing else tells."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), floats(3, D)
+    model[0].weight.requires_grad_(False)
+    optimizer, accountant = attach(model, x)
+    with pytest.raises(CoverageError, match=r"0\.weight was unfrozen"), accountant.step(range(3)):
+        model[0].weight.requires_grad_(True)
+        square(model, x).backward()
+        optimizer.step()
+
+
+def test_unfreezing_behind_the_validation_gradient_is_refused() -> None:
+    """There was none for the parameter, which would score 0."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), floats(3, D)
+    optimizer, accountant = attach(model, x, method="first")
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(StepError, match=r"0\.weight was frozen when"), accountant.step(range(3)):
+        model[0].weight.requires_grad_(True)
+        square(model, x).backward()
+        optimizer.step()
+
+
 def test_a_parameter_may_be_frozen_for_a_while() -> None:
     """It scores nothing meanwhile: the same contributions as if the optimizer did not have it."""
     found = []

@@ -509,6 +509,39 @@ def test_fallback_that_writes_its_buffers() -> None:
             game.step(accountant, i)  # the audit holds the sum against the gradient
 
 
+class Drops(nn.Module):
+    """Draws for the whole batch, between uses of a parameter that only a second run can score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.einsum("nd,d->nd", x, self.weight).cumsum(1), 0.4, self.training)
+
+
+@pytest.mark.parametrize("memory", ["sketch", "exact"])
+def test_fallback_with_dropout_under_whole_credit(memory: str) -> None:
+    """A sample that runs alone would draw other numbers: gradients come from the call as it was."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), Drops(), nn.Linear(D, 2)).double()
+    params, x = list(model.parameters()), torch.randn(4, D, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(params, lr=1e-6)
+    options = {"credit": "whole", "credit_memory": memory, "sketch": 10**6, "quadrature": "gauss1"}
+    with inrun.Accountant(model, optimizer, lambda m: m(x).square().sum(), audit_every=1, **options) as accountant:
+        torch.manual_seed(1)
+        with accountant.step(range(4)):
+            model(x).sin().sum().backward()
+            optimizer.step()
+    torch.manual_seed(1)
+    each = twin(x).sin().sum(1)
+    g_val = gradients(twin.eval()(x).square().sum(), list(twin.parameters()))
+    g_n = [torch.autograd.grad(loss, list(twin.parameters()), retain_graph=True) for loss in each]
+    truth = torch.stack([1e-6 * sum((a * b).sum() for a, b in zip(g, g_val, strict=True)) for g in g_n])
+    assert relative_error(accountant.last.contributions["validation"], truth) < 1e-4  # the middle of the move is near
+
+
 # Gains
 
 

@@ -37,7 +37,7 @@ from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
 from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import current_backward, detached_parameters, without_attention_fast_path
+from inrun.torch_private import current_backward, detached_parameters, own_cache_of_parametrizations, without_attention_fast_path
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class Capture:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
-        with self.paused(), self._replayed_state.hold(step=self._occasion.step):
+        held = self._replayed_state.hold(step=self._occasion.step)
+        with self.paused(), own_cache_of_parametrizations(), no_reentry(), held:
             yield
 
     @contextlib.contextmanager
@@ -269,6 +270,7 @@ class Capture:
                 self._guard.hold(),
                 self._state.hold(arguments),
                 without_attention_fast_path(),
+                own_cache_of_parametrizations(),
                 no_reentry(),
             ):
                 return run_eagerly(self.model, *args, **kwargs)

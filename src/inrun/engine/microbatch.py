@@ -410,6 +410,9 @@ class Microbatch:
     def ask_outputs(self, site: Site, names: tuple[str, ...], call: RecordedCall, outputs: list[Tensor]) -> list[Tensor]:
         """Return one probe per output of a module that will run again, for the parameters ``names``."""
         self.allowance.take(sum(x.nbytes for x in outputs))
+        rounded = next((x.dtype for x in outputs if x.dtype.itemsize < 4), call.autocast[1] if call.autocast[0] else None)
+        if rounded is not None:
+            self.coarse.update({site.scored[name].parameter: rounded for name in names})
         leaves = [self._leaf(tuple(x.shape), x.dtype, x.device) for x in outputs]
         waiting = Replayed(site, names, call, leaves, self.documents)
         for place, x in enumerate(leaves):

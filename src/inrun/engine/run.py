@@ -7,7 +7,7 @@ steps come in here and go to the capture or to the step that is open.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -104,9 +104,10 @@ class Run:
         self.known_rough: bool | None = None
         self.open_step: OpenStep | None = None
         self.flag = StepFlag()
-        #: Validation gradients that serve more than one step, with that of which they are; parameters that were frozen there.
+        #: Validation gradients that serve more than one step, with that of which they are.
         self._reused: tuple[Gradients, int] | None = None
-        self._frozen: list[nn.Parameter] = []
+        #: Parameters that were frozen when these were taken.
+        self._without_gradient: list[Scored] = []
         self._told_memory = self._warned_outside = self._suspended = False
         #: Credits that were settled outside any step, for the ledger.
         self._left_over: list[SettledCredits] = []
@@ -147,15 +148,24 @@ class Run:
 
     def gradients_before(self, look: StepLook) -> tuple[Gradients, bool]:
         """Return the validation gradients that are known before the backward, and whether they are this step's own."""
-        thawed = any(p.requires_grad for p in self._frozen)  # what was frozen when they were taken has none
+        thawed = any(s.parameter.requires_grad for s in self._without_gradient)
         if self._reused is None or thawed or self.steps_done % self.setup.refresh == 0:
             self._reused = None  # free the old ones first
-            self._frozen = [s.parameter for s in self.setup.scored if not s.parameter.requires_grad]
+            self._without_gradient = [s for s in self.setup.scored if not s.parameter.requires_grad]
             self._reused = (self.setup.method.before(look), self.steps_done)
         found, since = self._reused
         if self.setup.refresh == 1:
             self._reused = None
         return found, since == self.steps_done
+
+    def check_known_before(self, seen: Collection[nn.Parameter]) -> None:
+        """Raise if a parameter got gradient that was frozen when the validation gradients were taken: it would score 0."""
+        late = [s.name for s in self._without_gradient if s.parameter in seen]
+        if late:
+            raise StepError(
+                f"{', '.join(late[:5])} was frozen when the validation gradients were taken, and has gradient now, which would "
+                "score 0. Unfreeze parameters, and switch adapters on, before accountant.step() (with refresh=1)."
+            )
 
     def finish(self, result: StepResult, moved: list[Scored] | None, hessian_checked: bool) -> None:
         """Take a recorded step into account and go on to the next."""

@@ -308,6 +308,8 @@ class Step(OpenStep):
             if self._held is not None:
                 raise self._held
             self._check_order(index, mine)
+            self.setup.check_unchanged()  # adapters are switched on inside steps, too
+            self.run.check_known_before(self.watch.seen)
             found_inf = getattr(self.setup.optimizers[index], "found_inf", None)
             held_back = found_inf is not None and float(found_inf) > 0
             hooked = self.watch.hooked or any(m.flowed_past() for m in self.microbatches)

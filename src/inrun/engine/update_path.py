@@ -131,20 +131,20 @@ class UpdatePath:
     @contextlib.contextmanager
     def shifted(self, moving: list[Scored], shift: Shift) -> Iterator[None]:
         """Let ``shift(s, weight)`` change the weights for the time of the block; then put them back, from copies."""
-        saved: list[tuple[Tensor, Tensor]] = []
+        saved: list[tuple[Scored, Tensor]] = []
         # The content comes back bit for bit, so graphs that saved these weights stay valid: do not count the writes.
         with keep_version_counters([s.weight for s in moving]):
             try:
                 with torch.no_grad():
                     for s in moving:
                         weight = s.weight
-                        saved.append((weight, self.buffers.named(("weights", s), weight).copy_(weight)))
+                        saved.append((s, self.buffers.named(("weights", s), weight).copy_(weight)))
                         shift(s, weight)
                 yield
             finally:
                 with torch.no_grad():
-                    for weight, copy in reversed(saved):
-                        weight.copy_(copy)
+                    for s, copy in reversed(saved):
+                        s.weight.copy_(copy)  # asked for again: a forward may have given the parameter other memory
 
     def at_zero_move(self, moving: list[Scored]) -> Place:
         """Hold the model at w + δ_∅."""

@@ -20,6 +20,7 @@ from inrun.engine.quiet import devices_of, forked_random, modes, no_reentry, run
 from inrun.engine.sharded import backward_beside, in_own_precision, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
+from inrun.torch_private import own_cache_of_parametrizations
 
 Loss = Callable[..., Tensor]
 
@@ -195,11 +196,12 @@ class Validation:
 
     @contextlib.contextmanager
     def _afresh(self) -> Iterator[None]:
-        """Where parameters are split over processes: gather them as they are now, and keep none of what was gathered."""
+        """Use parameters as they are now: gather those that are split over processes, and keep nothing that was made of them."""
         if self.processes.sharded:
             reshard(self.model)
         try:
-            yield
+            with own_cache_of_parametrizations():
+                yield
         finally:
             if self.processes.sharded:
                 reshard(self.model)

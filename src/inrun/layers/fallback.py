@@ -4,9 +4,10 @@ With f(θ) the module's output on this call and b the gradient there, ⟨g_n, v�
 
 ``jvp``   one forward-mode product of the whole call; needs no knowledge of the arguments
 ``vmap``  per-sample gradients by ``torch.func``, for operations without a forward-mode derivative; one sample after the other
-          where an operation cannot be batched
+          where an operation cannot be batched. Where samples cannot be run by themselves (dropout draws for the batch), or not
+          under ``torch.func`` (autograd functions of others): one backward of the batch per sample, b_n alone
 
-Both call the module again, hooks and all, under the random state of the original call, after the backward: never inside the
+All call the module again, hooks and all, under the random state of the original call, after the backward: never inside the
 user's own forward.
 """
 
@@ -43,6 +44,8 @@ class FallbackRule(LayerRule):
         self.form = "jvp"
         #: Whether all samples can be run at once by ``torch.func.vmap``, as far as has been tried.
         self.batches = True
+        #: Whether samples can be run by themselves, as far as has been tried.
+        self.separates = True
         #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
         self.split: dict[int, bool] = {}
         #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
@@ -59,6 +62,10 @@ class FallbackRule(LayerRule):
     def note_unbatched(self) -> None:
         """Remember that an operation of the module cannot be batched."""
         self.batches = False
+
+    def note_inseparable(self) -> None:
+        """Remember that samples cannot be run by themselves."""
+        self.separates = False
 
     def note_written(self, training: bool, names: set[str]) -> None:
         """Remember buffers that a forward in this mode writes to."""
@@ -211,7 +218,46 @@ class Replay(GradientShape):
         return torch.stack(parts).sum(0)
 
     def _form(self) -> Tensor:
-        """Form per-sample gradients ``[n, *shape]`` by vmap: arguments with rows of samples are split, the others shared."""
+        """Form per-sample gradients ``[n, *shape]``, sample by sample or, where that cannot be, from the call as it was."""
+        rule = self.call.rule
+        if rule.separates:
+            try:
+                return self._form_each()
+            except (CoverageError, NotImplementedError, RuntimeError) as error:
+                log.info("inrun: samples of %s do not run alone (%s)", type(self.call.module).__name__, error)
+        found = self._form_together()
+        rule.note_inseparable()  # only if this way can be gone
+        return found
+
+    def _form_together(self) -> Tensor:
+        """Differentiate the call as a whole once per sample, with the gradients at that sample's outputs alone."""
+        parameter = self.call.module.get_parameter(self.name).detach()
+        found = []
+        with torch.enable_grad():
+            value = parameter.clone().requires_grad_()
+            outs = self.call.run({self.name: value})
+            used = [i for i, (out, b) in enumerate(zip(outs, self.b, strict=True)) if b is not None and out.requires_grad]
+            for j in range(self.n if used else 0):
+                mine = self._gradients_of(j)
+                (g,) = torch.autograd.grad(
+                    [outs[i] for i in used], value, [mine[i] for i in used], retain_graph=j + 1 < self.n, allow_unused=True
+                )
+                found.append(torch.zeros_like(parameter) if g is None else g)
+        return torch.stack(found) if found else parameter.new_zeros(self.n, *parameter.shape)
+
+    def _gradients_of(self, sample: int) -> dict[int, Tensor]:
+        """Return the output gradients, by place, without those of other samples."""
+        found = {}
+        for place, b in enumerate(self.b):
+            if b is not None:
+                rows = b.detach().reshape(self.n, -1)
+                mine = torch.zeros_like(rows)
+                mine[sample] = rows[sample]
+                found[place] = mine.view(b.shape)
+        return found
+
+    def _form_each(self) -> Tensor:
+        """Form them by vmap: arguments with rows of samples are split, the others shared."""
         parameter = self.call.module.get_parameter(self.name).detach()
         split = self._splitting()
         grads = [b.reshape(self.n, -1) for b in self.b if b is not None]

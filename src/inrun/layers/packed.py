@@ -221,7 +221,12 @@ class PackedReplay(Replay):
         owned = self.unit >= 0
         return summed.new_zeros(self.n).index_add_(0, self.unit[owned], summed[owned])
 
-    def _form(self) -> Tensor:
+    def _gradients_of(self, sample: int) -> dict[int, Tensor]:
+        """Return the output gradients, by place, without those of other documents."""
+        mine = (self.unit == sample).unsqueeze(1)
+        return {i: (b.reshape(len(mine), -1) * mine).view(b.shape) for i, b in enumerate(self.b) if b is not None}
+
+    def _form_each(self) -> Tensor:
         """Pull the output gradients of one document at a time back through the call, ``[U, *shape]``."""
         parameter = self.call.module.get_parameter(self.name).detach()
 

@@ -293,7 +293,7 @@ def _operate(func: Any, args: Any, kwargs: dict[str, Any], tracks: list[Track]) 
     index = _index(func, args, kwargs, n)
     if index is not None:
         return reader.look_up(*index)
-    if met and func in ELEMENTWISE:
+    if met and func in ELEMENTWISE and _broadcasts(tracks, met, n):
         return _elementwise(reader, func, args, kwargs, met)
     if _cannot_follow(func, args):
         raise UnreadableError(tracks[0], func)
@@ -446,17 +446,39 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any], n: int) -> tuple[Track,
     return (table.track, rows, padding) if fits else None
 
 
+def _broadcasts(tracks: list[Track], met: list[Tensor], n: int) -> bool:
+    """Whether what was met may have samples by its shape and those of the parameters, or has gradient, so that it must have some.
+
+    A parameter that is as large as what it meets has no place for copies. Then a mask of a weight, or a norm of its columns, looks
+    like samples because n divides its size: it is taken for what no sample moves, which looks verify.
+    """
+    if any(x.requires_grad and not isinstance(x, torch.nn.Parameter) for x in met):
+        return True
+    widest = _widest(met)
+    dim = sample_dim(widest.shape, n)
+    assert dim is not None
+    return all(_has_place(track.plain.shape, dim, widest.dim()) for track in tracks)
+
+
+def _widest(met: list[Tensor]) -> Tensor:
+    dims = max(x.dim() for x in met)
+    return next(x for x in met if x.dim() == dims)
+
+
+def _has_place(shape: torch.Size, dim: int, dims: int) -> bool:
+    """Whether a tensor can be given copies along ``dim`` of a result of ``dims`` dimensions."""
+    place = dim - (dims - len(shape))
+    return len(shape) <= dims and (place < 0 or shape[place] == 1)
+
+
 def _elementwise(reader: Reader, func: Any, args: Any, kwargs: dict[str, Any], met: list[Tensor]) -> Any:
     """Give every tracked argument one copy per sample."""
-    dims = max(x.dim() for x in met)
-    widest = next(x for x in met if x.dim() == dims)
-    dim = sample_dim(widest.shape, reader.n)
+    widest = _widest(met)
+    dims, dim = widest.dim(), sample_dim(widest.shape, reader.n)
     assert dim is not None
 
     def copies(x: Tracked) -> Tensor:
-        shape = x.track.plain.shape
-        place = dim - (dims - len(shape))
-        if len(shape) > dims or (place >= 0 and shape[place] != 1):
+        if not _has_place(x.track.plain.shape, dim, dims):
             raise UnreadableError(x.track, func)
         return reader.spread(x.track, dim, widest.shape[dim], dims, widest)
 

@@ -228,11 +228,15 @@ class Recurrent(torch.autograd.Function):
         """Return the usual gradients, and what was asked for."""
         call, net = ctx.call, ctx.call.constants
         x, h, c, mask, *given = ctx.saved_tensors
-        weights = net.weights(tuple(given))
+        # Autocast may have rounded what the framework's kernel was given and made; the loop here runs as the weights are.
+        dtype = torch.promote_types(x.dtype, given[0].dtype)
+        x, h = x.to(dtype), h.to(dtype)
+        c, *wide = (None if z is None else z.to(dtype) for z in (c, *grads))
+        weights = net.weights(tuple(z.to(dtype) for z in given))
         buffers, ctx.buffers = ctx.buffers, {}
         with unrounded(x):
             done = ctx.run if ctx.run is not None else run_layers(net, x, h, c, mask, weights)
-            b, dh, dc, shapes = go_back(net, done, mask, weights, (*grads, None)[:3])
+            b, dh, dc, shapes = go_back(net, done, mask, weights, (*wide, None)[:3])
             needs = dict(zip(net.names(), ctx.needs_input_grad[8 + ctx.taken :], strict=False))
             wanted = {name: shapes[name] for name, need in needs.items() if need or name in call.asked_names}
             totals, leaving = gradients_for_probes(call, wanted, ctx.directions, buffers, want_totals=not ctx.taken)
@@ -251,8 +255,8 @@ class RecurrentRule(LayerRule):
     whole = True
 
     def covers(self, module: nn.Module, names: set[str]) -> bool:
-        """All parameters, however many layers there are."""
-        return True
+        """All parameters, however many layers there are; not those that a hook makes weights of (the old weight norm)."""
+        return names <= set(getattr(module, "_flat_weights_names", names)) & {name for name, _ in module.named_parameters()}
 
     def constants(self, module: Any) -> Network:
         """Return what the network is."""
