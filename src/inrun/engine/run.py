@@ -164,7 +164,7 @@ class Run:
         if late:
             raise StepError(
                 f"{', '.join(late[:5])} was frozen when the validation gradients were taken, and has gradient now, which would "
-                "score 0. Unfreeze parameters, and switch adapters on, before accountant.step() (with refresh=1)."
+                "score 0. Unfreeze parameters, and switch adapters on, before accountant.step()."
             )
 
     def finish(self, result: StepResult, moved: list[Scored] | None, hessian_checked: bool) -> None:
