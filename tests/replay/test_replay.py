@@ -71,7 +71,7 @@ def distance(source, replayer: Replayer, steps, mode: str = "before") -> float:
     return worst
 
 
-@pytest.mark.parametrize("method", ["first", "lookahead", "midpoint"])
+@pytest.mark.parametrize("method", ["first", pytest.param("lookahead", marks=pytest.mark.slow), "midpoint"])
 def test_with_a_checkpoint_at_every_step_replay_is_what_was_live(folder, method):
     """Same weights, moments, clip factor, learning rate, rows and dropout; and the controls."""
     source = open_source(a_run(folder, every=1, method=method, steps=8))
