@@ -94,7 +94,8 @@ def test_contributions_stay_what_they_were() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
-def test_a_layer_that_runs_twice_unseen_is_an_error() -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "its weight frozen"])
+def test_a_layer_that_runs_twice_unseen_is_an_error(frozen: bool) -> None:
     problem = PROBLEMS["repeating"]
     model = problem.build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -102,6 +103,7 @@ def test_a_layer_that_runs_twice_unseen_is_an_error() -> None:
     with inrun.Accountant(
         model, optimizer, lambda m: problem.losses(m(rows), rows).mean(), method="first", extra="norm", check_rows=False
     ) as accountant:
+        model.twice.weight.requires_grad_(not frozen)
         with pytest.raises(StepError, match="more than once"), accountant.step(range(N)):
             model(rows)
         with accountant.step(range(N)):
@@ -164,19 +166,6 @@ def test_several_backwards_of_one_forward() -> None:
 
     told, expected = norms_of(PROBLEMS["perceptron"].build, push, tries=2)
     assert relative_error(told, expected) < 1e-9
-
-
-def test_a_layer_that_runs_twice_unseen_with_its_weight_frozen_is_an_error() -> None:
-    problem = PROBLEMS["repeating"]
-    model = problem.build().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = problem.draw(N, 0)
-    with inrun.Accountant(
-        model, optimizer, lambda m: problem.losses(m(rows), rows).mean(), method="first", extra="norm", check_rows=False
-    ) as accountant:
-        model.twice.weight.requires_grad_(False)
-        with pytest.raises(StepError, match="more than once"), accountant.step(range(N)):
-            model(rows)
 
 
 REFUSALS = [

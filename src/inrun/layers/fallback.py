@@ -220,13 +220,17 @@ class Replay(GradientShape):
     def _form(self) -> Tensor:
         """Form per-sample gradients ``[n, *shape]``, sample by sample or, where that cannot be, from the call as it was."""
         rule = self.call.rule
-        if rule.separates:
+        if not rule.separates:
+            return self._form_together()
+        try:
+            return self._form_each()
+        except (CoverageError, RuntimeError) as error:  # torch has no kind of its own for what cannot be batched or split
+            log.info("inrun: samples of %s do not run alone (%s)", type(self.call.module).__name__, error)
             try:
-                return self._form_each()
-            except (CoverageError, NotImplementedError, RuntimeError) as error:
-                log.info("inrun: samples of %s do not run alone (%s)", type(self.call.module).__name__, error)
-        found = self._form_together()
-        rule.note_inseparable()  # only if this way can be gone
+                found = self._form_together()
+            except RuntimeError as again:
+                raise error from again  # the first one names the cause
+        rule.note_inseparable()
         return found
 
     def _form_together(self) -> Tensor:

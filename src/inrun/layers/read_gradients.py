@@ -35,7 +35,7 @@ class Way:
         p = self.parameter.detach().to(v.dtype)
         try:
             return torch.stack([torch.func.jvp(function, (p,), (d,))[1] for d in v])
-        except (NotImplementedError, RuntimeError):  # no forward-mode derivative (weight norms), or a wrong one (over all entries)
+        except RuntimeError:  # no forward-mode derivative (weight norms), or one that fails (weight norm over all entries)
             return self._push_by_transposing(p, function, v)
 
     def _push_by_transposing(self, p: Tensor, function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor | None:
