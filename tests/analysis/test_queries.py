@@ -83,6 +83,8 @@ def uses(given, view="plain"):
     ]
     if view == "plain":
         return rows
+    if view == "specific":
+        return specifically(rows)
     by_step = {}
     for row in rows:
         by_step.setdefault((row[0], row[2]), []).append(row[3])
@@ -99,6 +101,26 @@ def uses(given, view="plain"):
             place = ((of_step < c).sum() + (of_step <= c).sum() + 1) / 2
             seen.append((step, i, x, 2 * (place - 1) / (len(of_step) - 1) - 1 if len(of_step) > 1 else 0.0))
     return seen
+
+
+def specifically(rows):
+    """Rows without what other sets predict: ridge regression as least squares with a row more per label, use by use."""
+    labels = sorted({x for _, _, x, _ in rows})
+    by_use, count = {}, {}
+    for step, i, x, c in rows:
+        use = by_use.setdefault((step, i), dict.fromkeys(labels, 0.0))
+        use[x] += c
+        count[step, i, x] = count.get((step, i, x), 0) + 1
+    values = {x: np.array([use[x] for use in by_use.values()]) for x in labels}
+    predicted = {}
+    for name in {x.split("#")[0] for x in labels}:
+        own, others = ([x for x in labels if (x.split("#")[0] == name) is mine] for mine in (True, False))
+        sizes = [np.sqrt((values[x] ** 2).sum()) for x in others]
+        a = np.concatenate([np.stack([values[x] for x in others], 1), np.diag(sizes)])
+        y = np.concatenate([np.mean([values[x] for x in own], 0), np.zeros(len(others))])
+        b = np.linalg.lstsq(a, y, rcond=None)[0]
+        predicted[name] = {use: sum(w * by_use[use][x] for w, x in zip(b, others, strict=True)) for use in by_use}
+    return [(step, i, x, c - predicted[x.split("#")[0]][step, i] / count[step, i, x]) for step, i, x, c in rows]
 
 
 def expected(given, view="plain", upto=None, since=None):

@@ -10,14 +10,15 @@ import click
 from inrun.cli.options import JSON, RUN
 from inrun.errors import ConfigurationError
 
-VIEWS = ("plain", "rank", "per_lr", "standardised")
+VIEWS = ("plain", "rank", "per_lr", "standardised", "specific")
 CSV = click.option("--csv", "as_csv", is_flag=True, help="Print CSV; control characters are spelt out, formulas disarmed.")
 VIEW = click.option(
     "--view",
     default="plain",
     show_default=True,
     type=click.Choice(VIEWS),
-    help="How a contribution is seen: as it is; as its rank within the step; per learning rate; per mean size of its step.",
+    help="How a contribution is seen: as it is; as its rank within the step; per learning rate; per mean size of its step; less "
+    "what its worth to the other validation sets predicts.",
 )
 SETS = click.option("--validation", "-v", multiple=True, metavar="NAME", help="Only this validation set (repeatable).")
 
@@ -53,6 +54,7 @@ Examples:
   inrun scores runs/mine --bottom 50 --view rank
   inrun scores runs/mine --all --csv > scores.csv
   inrun scores runs/mine --agreement math code     do two validation sets rank alike?
+  inrun scores runs/mine -v math --view specific   what helped math in particular, and not everything?
 """
 )
 @RUN

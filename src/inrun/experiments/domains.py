@@ -34,7 +34,18 @@ PAPER: dict[str, tuple[float, float, float, float]] = {
     "ubuntu_irc": (10.2, 11.5, 4.3, 12.5),
     "gutenberg": (8.7, 15.3, 8.8, 25.9),
 }
-WAYS = ("proxy_first", "proxy_by_step", "whole", "by_step", "influence_function", "gradient_product", "bm25")
+WAYS = (
+    "proxy_first",
+    "proxy_specific",
+    "whole",
+    "specific",
+    "own_step",
+    "own_specific",
+    "influence_function",
+    "influence_specific",
+    "gradient_product",
+    "bm25",
+)
 #: Documents of the first steps: this share of them.
 EARLY = 0.1
 
@@ -50,20 +61,24 @@ class DomainsConfig:
     k: int = 20
     #: Numbers of every gradient that whole credit keeps, for so many sets at once.
     sketch: int = 4096
-    #: Validation rows of a domain that a step looks at, in turn; 0 for all. At the end all are looked at.
-    rows_per_step: int = 2
+    #: Parts of every domain's validation rows that are scored by themselves, for the view ``specific``.
+    folds: int = 8
 
 
 SIZES = {
     "smoke": DomainsConfig(
-        CorpusConfig(64, 16, 256, 2, 0), TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2), k=8, sketch=256
+        CorpusConfig(64, 16, 256, 2, 0),
+        TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2),
+        k=8,
+        sketch=256,
+        folds=2,
     ),
     "quick": DomainsConfig(
         CorpusConfig(600, 32, 1024, 4, 0),
         TextRun(steps=75, context=32),
-        rows_per_step=0,
+        folds=4,
     ),
-    # A quarter of an hour of one core.
+    # Half an hour of one core.
     "full": DomainsConfig(),
 }
 
@@ -90,12 +105,14 @@ def run(config: DomainsConfig, work: Work) -> Findings:
     early = {way: [c["early"] for c in cells if c["way"] == way] for way in config.ways}
     tables = [_table(config, means, domains), _wins_table(means, domains), _early_table(early)]
     shape = config.run
-    rows = f"{config.corpus.validation_rows} validation rows of each domain"
-    turns = f" ({config.rows_per_step} of them at each step in turn, for in-run scores)" if config.rows_per_step else ""
     notes = [
         f"Text: {source}. {config.corpus.documents} documents of {len(domains)} domains, a row of {config.corpus.context + 1} "
         f"tokens each (vocabulary {config.corpus.vocab}), {shape.steps} AdamW steps of batch {shape.batch}, "
-        f"{rows}{turns}; k = {config.k}. BM25 reads the same rows as text.",
+        f"{config.corpus.validation_rows} validation rows of each domain; k = {config.k}. BM25 reads the same rows as text.",
+        "Adam's own step is the part of whole credit that a use earns in its own step. Specific: less what the scores of the same "
+        "use for the other domains predict (the ledger's view of that name, by ridge regression; every domain in "
+        f"{config.folds} folds). By linearity these are values for the loss of the domain less a weighted sum of the others' losses. "
+        "The influence function gets the same treatment, row by row.",
         "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; without curvature "
         "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say "
         "which it took.",
@@ -109,8 +126,8 @@ def _counted(config: DomainsConfig, corpus: Corpus, main: str, seed: int) -> dic
     validation = {d: corpus.validation.only({d}) for d in corpus.domains}
     batches = order(config.run, len(corpus.train), seed)
     options = {"sketch": config.sketch} if main == "whole" else {}
-    given = (config.run, corpus.train, batches, corpus.vocab, seed, validation, options, config.rows_per_step)
-    found = scores_by(main, *given)
+    given = (config.run, corpus.train, batches, corpus.vocab, seed, validation, options)
+    found = scores_by(main, *given, folds=config.folds)
     of = np.array(corpus.train.domains)
     first = np.zeros(len(of), bool)
     first[batches.ravel()[: round(EARLY * len(of))]] = True

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
 import inrun
 from inrun.baselines import registry
-from inrun.experiments.texts import Rows
+from inrun.experiments.texts import Rows as TextRows
+from inrun.ledger.labels import Label, by_set, set_of
+from inrun.ledger.specific import Rows, common_part, moments, specific
 from inrun.training.config import Model
 from inrun.training.loss import next_token_loss, row_losses, token_losses
 from inrun.training.models import build_model, decay_groups
@@ -38,6 +41,12 @@ OURS: dict[str, dict[str, Any]] = {
 }
 #: What the run of a way gives besides, at hardly any cost: values against their batch, and the product of gradients at the end.
 BESIDE = {"proxy_first": "proxy_by_step", "whole": "by_step", "influence_function": "gradient_product"}
+#: With folds it gives more: values less what those for the other sets predict, and with whole credit the part of the step itself.
+IN_FOLDS: dict[str, tuple[str, ...]] = {
+    "proxy_first": ("proxy_specific",),
+    "whole": ("own_step", "specific", "own_specific"),
+    "influence_function": ("influence_specific",),
+}
 #: Baselines that look at the final weights alone; others get checkpoints spread over the run.
 AT_THE_END = ("influence_function", "gradient_cosine", "loss_at_end")
 CHECKPOINTS = 5
@@ -50,8 +59,13 @@ TITLES = {
     "significant": "in-run, whole credit, significance rule",
     "proxy_by_step": "in-run, first order (SGD proxy) against its batch",
     "by_step": "in-run, whole credit against its batch",
+    "own_step": "in-run, Adam's own step",
+    "proxy_specific": "in-run, first order (SGD proxy), specific",
+    "specific": "in-run, whole credit, specific",
+    "own_specific": "in-run, Adam's own step, specific",
     "influence_function": "influence function",
     "gradient_product": "influence function without curvature",
+    "influence_specific": "influence function, specific",
     "trak": "TRAK",
     "bm25": "BM25",
     "random": "random",
@@ -133,6 +147,8 @@ class Trained:
     estimate_errors: dict[str, Values] = field(default_factory=dict)
     #: Columns step, sample_id, validation, value, pending.
     uses: Any = None
+    #: The same with each step's own part: contributions, where uses have credits.
+    own: Any = None
     checkpoints: list[dict[str, Tensor]] = field(default_factory=list)
 
 
@@ -234,6 +250,8 @@ def _read(accountant: inrun.Accountant, documents: int, found: Trained) -> None:
             into[name] = np.full(documents, 0.0 if column == "score" else np.nan)
             into[name][ids[names == name]] = values[names == name]
     found.uses = accountant.ledger.uses()  # type: ignore[attr-defined]
+    own = accountant.ledger.contributions()  # type: ignore[attr-defined]
+    found.own = own.rename_columns(["value" if name == "contribution" else name for name in own.column_names])
 
 
 @torch.no_grad()
@@ -258,23 +276,47 @@ def against_batch(uses: Any, documents: int) -> Values:
     return np.bincount(ids, standard, documents) / np.maximum(np.bincount(ids, minlength=documents), 1)
 
 
+def specific_scores(uses: Any, documents: int) -> dict[str, Values]:
+    """Return the scores of the view ``specific`` of uses in folds, ``[n]`` by set; see :mod:`inrun.ledger.specific`."""
+    labels = by_set(dict.fromkeys(uses["validation"].to_pylist()))
+    names = [label for own in labels.values() for label in own]
+    at = {label: j for j, label in enumerate(names)}
+    sets = [[at[label] for label in own] for own in labels.values()]
+    of = np.array([at[label] for label in uses["validation"].to_pylist()])
+    rows = Rows(uses["step"].to_numpy(), uses["sample_id"].to_numpy(), of, uses["value"].to_numpy().astype(np.float64))
+    values = specific(rows, sets, common_part(moments(rows.matrix(len(names))[0]), sets))
+    added = {j: np.bincount(rows.sample_id[of == j], values[of == j], documents) for j in at.values()}
+    return {name: np.mean([added[j] for j in own], axis=0) for name, own in zip(labels, sets, strict=True)}
+
+
+def _in_sets(uses: Any, documents: int) -> dict[str, Values]:
+    """Return the sums of uses, ``[n]`` by set: the mean over its folds."""
+    labels, ids, values = np.array(uses["validation"].to_pylist()), uses["sample_id"].to_numpy(), uses["value"].to_numpy()
+    sums = {x: np.bincount(ids[labels == x], values[labels == x], documents) for x in dict.fromkeys(labels.tolist())}
+    return {name: np.mean([sums[x] for x in own], axis=0) for name, own in by_set(sums).items()}
+
+
 def run_of(way: str) -> str:
     """Return the way whose run gives this one besides; itself where it has its own."""
-    return next((main for main, other in BESIDE.items() if other == way), way)
+    others = {main: (other, *IN_FOLDS.get(main, ())) for main, other in BESIDE.items()}
+    return next((main for main, given in others.items() if way in given), way)
 
 
 def scores_by(
     way: str,
     run: TextRun,
-    rows: Rows,
+    rows: TextRows,
     batches: Batches,
     vocab: int,
     seed: int,
-    validation: Mapping[str, Rows],
+    validation: Mapping[str, TextRows],
     options: Mapping[str, Any] | None = None,
     per_step: int = 0,
+    folds: int = 0,
 ) -> dict[str, dict[str, Values]]:
     """Score documents in one of our ways or by a baseline; ``[n]`` by way and validation set: the way and what is ``BESIDE`` it.
+
+    With folds also what is ``IN_FOLDS``; of a baseline the folds are single rows.
 
     Args:
         way: One of ``OURS``, or a baseline that takes gradients or texts.
@@ -286,11 +328,12 @@ def scores_by(
         validation: Rows by name.
         options: More options of the accountant, for our ways.
         per_step: Rows of a set that a step looks at, for our ways; 0 for all.
+        folds: Parts that sets are scored in.
     """
     held = {name: some.tokens for name, some in validation.items()}
     if way in OURS:
-        scoring = Scoring(way, held, per_step, options=options or {})
-        return _with_others_of_the_step(way, train(run, rows.tokens, batches, vocab, seed, scoring=scoring), held)
+        scoring = Scoring(way, held, per_step, folds, options or {})
+        return _with_others_of_the_step(way, train(run, rows.tokens, batches, vocab, seed, scoring=scoring), held, folds)
     if way == "bm25":
         texts = {name: list(some.texts) for name, some in validation.items()}
         return {way: _by_set(registry.run(way, np.arange(len(rows)), texts, texts=list(rows.texts)))}
@@ -304,15 +347,32 @@ def scores_by(
     found = {way: baseline(way, rows.tokens, held, model)}
     if way in BESIDE:
         found[BESIDE[way]] = baseline(BESIDE[way], rows.tokens, held, model)
+    if folds and way == "influence_function":
+        found["influence_specific"] = _by_rows(way, rows.tokens, held, model)
     return found
 
 
-def _with_others_of_the_step(way: str, trained: Trained, held: Mapping[str, Tensor]) -> dict[str, dict[str, Values]]:
-    found = {way: trained.scores}
+def _with_others_of_the_step(way: str, trained: Trained, held: Mapping[str, Tensor], folds: int) -> dict[str, dict[str, Values]]:
+    found, n = {way: trained.scores}, len(next(iter(trained.scores.values())))
     if way in BESIDE:
-        names = np.array(trained.uses["validation"].to_pylist())
-        found[BESIDE[way]] = {n: against_batch(trained.uses.filter(names == n), len(trained.scores[n])) for n in held}
+        names = np.array([set_of(label) for label in trained.uses["validation"].to_pylist()])
+        found[BESIDE[way]] = {name: against_batch(trained.uses.filter(names == name), n) for name in held}
+    if folds and way == "proxy_first":
+        found["proxy_specific"] = specific_scores(trained.uses, n)
+    if folds and way == "whole":
+        found["specific"] = specific_scores(trained.uses, n)
+        found["own_step"], found["own_specific"] = _in_sets(trained.own, n), specific_scores(trained.own, n)
     return found
+
+
+def _by_rows(name: str, tokens: Tensor, held: Mapping[str, Tensor], model: nn.Module) -> dict[str, Values]:
+    """Return the specific scores of a baseline: one value per document and validation row, as if documents were used once."""
+    single = {str(Label(label, j, is_fold=True)): rows[j : j + 1] for label, rows in held.items() for j in range(len(rows))}
+    found = baseline(name, tokens, single, model)
+    ids = np.arange(len(tokens))
+    columns = {"step": np.zeros_like(ids), "sample_id": ids}
+    uses = [pa.table({**columns, "validation": [label] * len(ids), "value": scores}) for label, scores in found.items()]
+    return specific_scores(pa.concat_tables(uses), len(ids))
 
 
 def baseline(name: str, tokens: Tensor, rows: Mapping[str, Tensor], model: nn.Module, **more: Any) -> dict[str, Values]:

@@ -8,6 +8,10 @@ anything is added up:
 ``per_lr``        divided by the learning rate of its step; steps without one, or with 0, are left out and counted
 ``standardised``  divided by the mean absolute value of its step
 ``rank``          its rank within the step, from -1 (lowest) to 1 (highest), ties share; scores are means, not sums
+
+One view looks across validation sets instead:
+
+``specific``      less what its values for the other sets predict of it; see :mod:`inrun.ledger.specific`
 """
 
 # ruff: noqa: S608 - queries are put together from our own pieces; values are bound
@@ -17,12 +21,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from inrun.errors import ConfigurationError
 from inrun.ledger.schema import SCORES
+from inrun.ledger.specific import Rows, common_part, moments, specific
 from inrun.ledger.tables import Tables
 
 #: Validation sets that are asked for: one, several, or None for all.
@@ -32,7 +39,7 @@ GROUPS_AT_ONCE, ROWS_AT_ONCE = 2_500_000, 4_000_000
 #: Views whose scores are means over uses; those of the others are sums.
 MEANS = ("rank",)
 #: Views that need all rows of a step to show one.
-BY_STEP = ("rank", "standardised")
+BY_STEP = ("rank", "standardised", "specific")
 SCORED = (
     "validation VARCHAR, sample_id BIGINT, bucket BIGINT, score DOUBLE, pushes DOUBLE, standard_error DOUBLE, times_used BIGINT, "
     "first_step BIGINT, last_step BIGINT, step_score DOUBLE, pending BIGINT, estimate_error DOUBLE"
@@ -77,6 +84,8 @@ VIEWS = {
         SELECT step, sample_id, label, CASE WHEN spread > 0 THEN round(value / spread * {_GRID}) / {_GRID} ELSE 0.0 END AS value,
                CASE WHEN spread > 0 THEN round(error / spread * {_ROUGH}) / {_ROUGH} END AS error, pending
         FROM rows JOIN ({_SPREAD}) USING (step, label)""",
+    # What is common to several sets is known when all of the run has been seen; see _store.
+    "specific": "SELECT step, sample_id, label, value, NULL::DOUBLE AS error, pending FROM specific_rows",
 }
 
 
@@ -179,13 +188,44 @@ def _store(tables: Tables, view: str, source: str) -> None:
     kept |= {"error": "DOUBLE", "pending": "BOOLEAN"} if tables.whole else {}
     columns = ", ".join(f"{name} {kind}" for name, kind in kept.items())
     tables.connection.execute(f"CREATE TEMP TABLE seen_{source} ({columns})")
-    count, first, last = tables.row(f"SELECT count(*), min(step), max(step) FROM ({_ROWS[source]})")
-    pieces = min(-(-count // ROWS_AT_ONCE), last - first + 1) if count else 0
-    for piece in range(pieces):
-        low, high = (first + (last - first + 1) * k // pieces for k in (piece, piece + 1))
-        rows = f"{_ROWS[source]} WHERE step >= {low} AND step < {high}"
+    pieces = _pieces(tables, source)
+    for rows in _specific_rows(tables, pieces) if view == "specific" else pieces:
         seen = f"SELECT {', '.join(kept)} FROM (WITH rows AS ({rows}) {VIEWS[view]})"
         tables.connection.execute(f"INSERT INTO seen_{source} {seen}")
+
+
+def _pieces(tables: Tables, source: str) -> list[str]:
+    """SQL of the rows of a run, a range of whole steps at a time."""
+    count, first, last = tables.row(f"SELECT count(*), min(step), max(step) FROM ({_ROWS[source]})")
+    pieces = min(-(-count // ROWS_AT_ONCE), last - first + 1) if count else 0
+    ends = [first + (last - first + 1) * k // pieces for k in range(pieces + 1)] if pieces else []
+    return [f"{_ROWS[source]} WHERE step >= {low} AND step < {high}" for low, high in pairwise(ends)]
+
+
+def _specific_rows(tables: Tables, pieces: list[str]) -> Iterator[str]:
+    """Make ``specific_rows`` of one piece after the other, and yield its rows; all pieces are read once before."""
+    sets = list(tables.choose(None).values())
+    labels = sorted({label for own in sets for label in own})
+    at = {label: j for j, label in enumerate(labels)}
+    places = [[at[label] for label in own] for own in sets]
+    moment = np.zeros((len(labels), len(labels)))
+    for piece in pieces:
+        moment += moments(_read_rows(tables, piece, at)[1].matrix(len(labels))[0])
+    common = common_part(moment, places)
+    for piece in pieces:
+        table, rows = _read_rows(tables, piece, at)
+        shown = table.set_column(table.column_names.index("value"), "value", pa.array(specific(rows, places, common)))
+        tables.connection.from_arrow(shown).create_view("specific_rows", replace=True)
+        yield piece
+
+
+def _read_rows(tables: Tables, piece: str, at: dict[str, int]) -> tuple[pa.Table, Rows]:
+    """Return rows in an order of their own, so that no bit depends on how they were written, as a table and as arrays."""
+    table = tables.table(f"{piece} ORDER BY step, sample_id, validation, value")
+    names = table["label"].combine_chunks().dictionary_encode()
+    label = np.array([at[name] for name in names.dictionary.to_pylist()], np.int64)[names.indices.to_numpy()]
+    step, ids, value = (table[name].to_numpy() for name in ("step", "sample_id", "value"))
+    return table, Rows(step, ids, label, value)
 
 
 def _parts(tables: Tables, per_sample: int, weight: float) -> int:
