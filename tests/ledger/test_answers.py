@@ -124,7 +124,7 @@ def test_empty_books(make: Callable[[Path], Any], tmp_path: Path) -> None:
 def test_memory_has_views_of_its_own_as_on_disk(tmp_path: Path) -> None:
     memory = fill(MemoryLedger())
     disk = Ledger.open(memory.save(tmp_path / "run", {}))
-    for view in ("rank", "standardised", "per_lr"):
+    for view in ("rank", "standardised", "per_lr", "specific"):
         assert memory.scores(view=view).equals(disk.scores(view=view))
     assert disk.samples().equals(memory.samples())
 

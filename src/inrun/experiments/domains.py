@@ -111,7 +111,7 @@ def run(config: DomainsConfig, work: Work) -> Findings:
         f"{config.corpus.validation_rows} validation rows of each domain; k = {config.k}. BM25 reads the same rows as text.",
         "Adam's own step is the part of whole credit that a use earns in its own step. Specific: less what the scores of the same "
         "use for the other domains predict (the ledger's view of that name, by ridge regression; every domain in "
-        f"{config.folds} folds). By linearity these are values for the loss of the domain less a weighted sum of the others' losses. "
+        f"{config.folds} folds). By linearity these are values for the loss of the domain less a weighted sum of the other losses. "
         "The influence function gets the same treatment, row by row.",
         "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; without curvature "
         "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say "

@@ -7,9 +7,9 @@ of a value that the values of the same use for the *other* sets predict is taken
     y'_d = y_d − Σ_{j∉d} b_dj y_j,        b_d = argmin_b  mean (ȳ_d − Σ_j b_j y_j)² + λ Σ_j r_j² b_j²
 
 with j over the labels of the other sets (each of their folds by itself), ȳ_d the mean over the folds of set d, r_j the root mean
-square of label j over all uses of the run, and λ = 1: ridge regression on values of unit size. By linearity of Shapley values in the
-validation loss, y'_d is the value of the same use for the loss ℓ_d − Σ_j b_dj ℓ_j: still exact, in the same unit, of a question that
-is more particular. A run with one validation set has nothing to take off.
+square of label j over all uses of the run, and λ = 1: ridge regression on values of unit size. Shapley values are linear in the
+validation loss, so y'_d is the value of the same use for the loss ℓ_d − Σ_j b_dj ℓ_j: still exact, in the same unit, of a question
+that is more particular. A run with one validation set has nothing to take off.
 """
 
 from __future__ import annotations
