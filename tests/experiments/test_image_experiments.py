@@ -101,7 +101,7 @@ def test_scoring_leaves_training_as_it_was() -> None:
     trace = follow(s, 3, 5)
     assert trace.steps == [3, 6, 9] and trace.lrs == [1e-3, 1e-3, 1e-4]
     assert all(torch.equal(trained[name], value) for name, value in trace.checkpoints[-1].items())
-    scores = in_run(s, "whole", 5)
+    scores = in_run(s, "whole", 5)["whole"]
     model = s.model()
     before = float(s.validation_loss(model).detach())
     train(model, adam(model, s.training), s.task.train, s.training, 5)
@@ -138,7 +138,7 @@ def test_wrong_labels_score_lower_on_digits() -> None:
     """The claim itself, at the smallest size where it must hold."""
     setting = Setting(samples=200, validation=100, training=Training(epochs=5), net=Net(width=8, start_epochs=3))
     scored = Scored(setting, Work("mislabel"), load_images(Work("mislabel")), 0)
-    scores = in_run(scored.subject, "whole", 0)
+    scores = in_run(scored.subject, "whole", 0)["whole"]
     assert auroc(scores, scored.task.changed) > 0.75
 
 

@@ -37,6 +37,7 @@ LABELS = {
     "step_first": "in-run, first order, Adam's step",
     "step_midpoint": "in-run, midpoint, Adam's step",
     "whole": "in-run, whole credit",
+    "own_step": "in-run, whole credit, its own step's part",
     "influence_function": "influence function",
     "tracin_cp": "TracIn-CP",
     "less": "LESS",
@@ -63,21 +64,26 @@ def label_of(name: str) -> str:
     return LABELS[name]
 
 
-def in_run(subject: Subject, name: str, seed: int) -> Vector:
-    """Train once with an accountant, and return the scores ``[n]``: by how much the sample lowered the validation loss."""
+def in_run(subject: Subject, name: str, seed: int) -> Scores:
+    """Train once with an accountant, and return the scores ``[n]``: by how much the sample lowered the validation loss.
+
+    Whole credit gives the part that uses earn in their own step as well: ``own_step``.
+    """
     model = subject.model()
     optimizer = adam(model, subject.training)
     options: dict[str, Any] = IN_RUN[name]
     accountant = Accountant(model, optimizer, subject.validation_loss, audit_every=0, **options)
     train(model, optimizer, subject.task.train, subject.training, seed, lambda chosen: accountant.step(chosen.tolist()))
     accountant.close()
-    return _ordered(accountant.scores(), len(subject.task.ids))
+    table, n = accountant.scores(), len(subject.task.ids)
+    own = {"own_step": _ordered(table, n, "step_score")} if name == "whole" else {}
+    return {name: _ordered(table, n), **own}
 
 
-def _ordered(table: Any, n: int) -> Vector:
+def _ordered(table: Any, n: int, column: str = "score") -> Vector:
     """Return the scores of samples 0 … n − 1 of a table with one validation set."""
     scores = np.zeros(n)
-    scores[table["sample_id"].to_numpy()] = table["score"].to_numpy()
+    scores[table["sample_id"].to_numpy()] = table[column].to_numpy()
     return scores
 
 

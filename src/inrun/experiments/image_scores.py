@@ -48,7 +48,7 @@ class Setting:
     #: Checkpoints for TRAK, the last ones of those that are spread over the run.
     checkpoints: tuple[int, ...] = (1, 5, 15, 25)
     #: Of the random projections of TRAK and LESS.
-    dimension: int = 512
+    dimension: int = 2048
     retraining: tuple[str, ...] = RETRAINING
     budget: Budget = field(default_factory=Budget)
 
@@ -84,7 +84,8 @@ class Scored:
         """Return the scores of every method, ``[n]``, and of the combinations of ours with the loss."""
         found: dict[str, Sequence[float]] = {}
         for name in self.setting.in_run:
-            found |= self._cell(self.key(name), lambda name=name: {name: in_run(self.subject, name, self.seed)})
+            part = "whole and own step" if name == "whole" else name
+            found |= self._cell(self.key(part), lambda name=name: in_run(self.subject, name, self.seed))
         found |= self._looking_back()["scores"]
         found |= self._cell(self.key("without training"), lambda: without_training(self.subject, self.seed))
         for name in self.setting.retraining:

@@ -56,8 +56,6 @@ _RESNET = replace(
     training=Training(epochs=16, decay_every=8),
     net=Net("resnet18", width=16, start_epochs=10),
     in_run=("in_run_first", "step_midpoint", "whole"),
-    checkpoints=(1, 5),
-    dimension=128,
     retraining=(),
 )
 _SMOKE = Setting(
@@ -82,6 +80,7 @@ _QUICK = replace(
     budget=Budget(tolerance=0.1, subsets=40, left_out=0),
     retraining=("data_shapley", *SUBSETS),
 )
+_QUICK_RESNET = replace(_RESNET, samples=400, validation=128, training=_QUICK.training, checkpoints=(1, 5), dimension=128)
 
 
 def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelConfig:
@@ -107,7 +106,7 @@ SIZES = {
             ),
         }
     ),
-    "quick": _columns(_QUICK, replace(_RESNET, samples=400, validation=128, training=_QUICK.training, dimension=128), 1),
+    "quick": _columns(_QUICK, _QUICK_RESNET, 1),
     "full": _columns(_FULL, _RESNET, 3),
 }
 

@@ -100,7 +100,7 @@ def _in_run(config: StabilityConfig, work: Work, scored: Scored) -> list[Scores]
 
 
 def _scored_run(scored: Scored, name: str, order: int) -> Vector:
-    return in_run(scored.subject, name, 100 + order)
+    return in_run(scored.subject, name, 100 + order)[name]
 
 
 def _again(work: Work, scored: Scored, name: str) -> Vector:
