@@ -40,9 +40,13 @@ class Rows:
 
         A sample that is twice in a step has one use there, with the sum of both.
         """
-        keys, use = np.unique(np.stack([self.step, self.sample_id]), axis=1, return_inverse=True)
-        use = use.ravel()
-        flat = np.bincount(use * labels + self.label, self.value, keys.shape[1] * labels).astype(np.float64)
+        order = np.lexsort((self.sample_id, self.step))
+        step, ids = self.step[order], self.sample_id[order]
+        begins = np.ones(len(order), bool)
+        begins[1:] = (step[1:] != step[:-1]) | (ids[1:] != ids[:-1])
+        use = np.empty(len(order), np.intp)
+        use[order] = np.cumsum(begins) - 1
+        flat = np.bincount(use * labels + self.label, self.value, int(begins.sum()) * labels).astype(np.float64)
         return flat.reshape(-1, labels), use
 
 
