@@ -22,7 +22,7 @@ from tiny import batch, next_token_loss, tiny, validation
 
 IDS = [7, 3, 11, 5]
 #: Files of the room that are no baseline.
-SHARED = {"__init__", "registry", "retraining", "extra", "subsets", "gradients", "kronecker", "projection"}
+SHARED = {"checks", "__init__", "registry", "retraining", "extra", "subsets", "gradients", "kronecker", "projection"}
 
 
 def scores(table: pa.Table, name: str = "validation") -> dict[int, float]:
