@@ -7,7 +7,7 @@ training documents are ranked by their scores for that one text, and the rank of
 from __future__ import annotations
 
 import functools
-import json
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from inrun.experiments.curation_tables import COLOURS
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
 from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
-from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
+from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus, read_jsonl
 
 FILE = "paraphrases.jsonl"
 #: From the closest to the farthest, with the paper's ranks out of about 320,000: first, second, influence function, BM25.
@@ -105,8 +105,12 @@ def _groups(work: Work, count: int, seed: int) -> tuple[list[_Group], str]:
     path = work.data / FILE
     if not path.exists():
         raise ConfigurationError(f"{work.data} has no {FILE}; leave --data out, and Python's own text serves instead")
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [_checked_group(path, number, group) for number, group in read_jsonl(path)]
     text_of = {group["id"]: group["original"] for group in found}
+    alone = next((g["id"] for g in found if g["similar_topic_id"] not in text_of), None)
+    if alone is not None:
+        raise ConfigurationError(f"{path}: the similar_topic_id of group {alone!r} is the id of no group in the file")
+    work.made_from(FILE, hashlib.sha256(path.read_bytes()).hexdigest())
     draw = np.random.default_rng([seed, 4])
     kinds = sorted({group["kind"] for group in found})
     chosen: list[dict[str, Any]] = []
@@ -119,7 +123,27 @@ def _groups(work: Work, count: int, seed: int) -> tuple[list[_Group], str]:
         if fits and group["id"] not in taken and group["similar_topic_id"] not in taken:
             chosen.append(group)
             taken |= {group["id"], group["similar_topic_id"]}
+    if len(chosen) < count:
+        raise ConfigurationError(
+            f"{path} has {len(chosen)} originals none of which is on the topic of another, {count} are needed; add groups"
+        )
     return [_read_group(group, text_of) for group in chosen], FILE
+
+
+def _checked_group(path: Path, number: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group, or raise ConfigurationError where something is missing."""
+    texts = all(isinstance(group.get(name), str) for name in ("id", "kind", "original", "similar_topic_id"))
+    others = group.get("paraphrases")
+    if not texts or not isinstance(others, list) or not others or not all(_is_paraphrase(p) for p in others):
+        raise ConfigurationError(
+            f"{path}, line {number}: a group has id, kind, original and similar_topic_id, all text, and one or more paraphrases, "
+            "each with text and fourgram_overlap"
+        )
+    return group
+
+
+def _is_paraphrase(given: Any) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("text"), str) and isinstance(given.get("fourgram_overlap"), int | float)
 
 
 def _read_group(group: dict[str, Any], text_of: dict[str, str]) -> _Group:
