@@ -343,3 +343,24 @@ def test_half_precision_is_mapped_and_its_sums_are_not_in_half_precision(dtype, 
             found, expected = scores(model, name, **given), scores(exact, name, **given)
         assert not caplog.records  # mapped, and solved
         assert np.abs(found - expected).max() < 12 * torch.finfo(dtype).eps * np.abs(expected).max(), (name, given)
+
+
+def test_under_autocast_mapping_is_not_taken_for_wrong_because_it_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    def scores(k_of) -> None:
+        def loss(m: nn.Module, k) -> Tensor:
+            k = k_of(k)
+            with torch.autocast("cpu", torch.bfloat16):
+                return nn.functional.cross_entropy(m(x[k][None]).float(), y[k][None])
+
+        hessian = {"curvature": "hessian", "damping": 5.0, "tolerance": 1e-2}
+        run("influence_function", np.arange(70), {"v": lambda m: loss(m, 0)}, model=model, sample_loss=loss, **hessian)
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model, x, y = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)), torch.randn(70, 6), torch.randint(0, 3, (70,))
+        with caplog.at_level(logging.WARNING):
+            scores(lambda k: k)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        scores(lambda k: k if isinstance(k, int) else k // 2)
+    assert "torch.func.vmap cannot map over them: it gives" in caplog.text  # the control: what is wrong is still seen
