@@ -13,7 +13,7 @@ import torch
 
 from inrun.errors import ConfigurationError
 from inrun.experiments import paraphrase
-from inrun.experiments.curation_tables import steps_to
+from inrun.experiments.curation_tables import spread, steps_to
 from inrun.experiments.domains import recall
 from inrun.experiments.outputs import save
 from inrun.experiments.recipes import Work, run
@@ -167,6 +167,8 @@ def test_counting() -> None:
     assert recall(np.array([4.0, 3, 2, 1]), same, 2) == 2 and recall(np.array([4.0, 1, 3, 2]), same, 2) == 1
     assert steps_to([[0, 5.0], [10, 3.0], [20, 1.0]], 2.0) == 15 and steps_to([[0, 5.0]], 2.0) is None
     assert np.allclose(shares(np.array([[3.0, 1], [-4, 1]])), [[0.75, 0.25], [0, 1]])
+    assert spread([1.0, 2.0], ".1f") == "1.5 ± 0.7" and spread([1.0], "+.1f") == "+1.0"
+    assert spread([1.0, np.nan], ".1f") == spread([np.nan]) == "–"
 
 
 def test_against_the_batch_early_steps_count_no_more() -> None:
