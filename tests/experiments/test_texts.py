@@ -279,3 +279,20 @@ def test_stages_takes_domains_of_any_name_and_number(domains: tuple[str, ...], t
     (tmp_path / "corpus.jsonl").write_text("\n".join(texts))
     work = Work("stages", seeds=(0,), data=tmp_path)
     assert len(save(run("stages", "smoke", work), work, tmp_path / "out", 1.0)) == 4
+
+
+@pytest.mark.parametrize(
+    "config", [CorpusConfig(8, 16, 256, 1, 0), CorpusConfig(8, 64, 256, 1, 0), CorpusConfig(64, 32, 512, 1, 0)]
+)
+def test_half_of_the_original_is_in_the_instruction(config: CorpusConfig) -> None:
+    """Whole, though a row is short: it is the instruction that is cut."""
+    corpus = read_corpus(Work("paraphrase"), config, 0)
+    encode = corpus.encode
+    for text in corpus.train.texts[:8]:
+        ids = encode.ids(text)
+        half = encode.text(ids[: len(ids) // 2])
+        row = encode.rows([paraphrase.in_instruction(encode, text)], ["original"]).texts[0]
+        assert row.endswith(half) and len(half) > 5
+        assert row.removesuffix(half) and paraphrase.INSTRUCTION.endswith(row.removesuffix(half))
+        as_before = encode.rows([paraphrase.INSTRUCTION[: 2 * len(half)] + half], ["original"]).texts[0]
+        assert not as_before.endswith(half) or config.context == 64  # the control

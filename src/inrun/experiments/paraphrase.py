@@ -19,7 +19,7 @@ from inrun.experiments.curation_tables import COLOURS
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
 from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
-from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus, read_jsonl
+from inrun.experiments.texts import Corpus, CorpusConfig, Encoder, Rows, read_corpus, read_jsonl
 
 FILE = "paraphrases.jsonl"
 #: From the closest to the farthest, with the paper's ranks out of about 320,000: first, second, influence function, BM25.
@@ -75,7 +75,8 @@ def run(config: ParaphraseConfig, work: Work) -> Findings:
         groups, where = _groups(work, config.originals, seed)
         corpus = read_corpus(work, config.corpus, seed)
         source = f"{corpus.source}; originals and rewrites: {where}"
-        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source}
+        # Cells without "half" are of rows in which the instruction left room for a third of it.
+        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source, "half": "whole"}
         found = work.cell(key, functools.partial(_ranks, config, corpus, groups, main, seed))
         cells += [{"way": way, "seed": seed, **found[way]} for way in config.ways if way in found]
     documents = cells[0]["documents"]
@@ -171,9 +172,8 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
     rows = corpus.train.and_also(originals)
     validation: dict[str, Rows] = {}
     for i, group in enumerate(groups):
-        ids = encode.ids(group.original)
-        half = encode.text(ids[: len(ids) // 2])
-        texts = {"exact copy": group.original, "half of it in an instruction": INSTRUCTION[: 2 * len(half)] + half, **group.others}
+        instructed = in_instruction(encode, group.original)
+        texts = {"exact copy": group.original, "half of it in an instruction": instructed, **group.others}
         for level in LEVELS:
             validation[f"{level} {i}"] = encode.rows([texts[level]], [ORIGINALS])
     options = {"sketch": config.sketch} if main == "whole" else {}
@@ -188,6 +188,15 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
         }
         for way, scores in found.items()
     }
+
+
+def in_instruction(encode: Encoder, text: str) -> str:
+    """Return half of what a row has of a text, behind as much of the instruction's end as leaves room for all of it in a row."""
+    ids = encode.ids(text)
+    half, lead = encode.text(ids[: len(ids) // 2]), INSTRUCTION
+    while lead and not encode.text(encode.ids(lead + half)).endswith(half):
+        lead = lead[1:]
+    return lead + half
 
 
 def _rank(scores: Values, place: int) -> float:
