@@ -160,7 +160,7 @@ class Look:
         (``max_norm`` of embeddings). What a state dict leaves out is the model's own, but for what training changes.
         """
         if weights is not None:
-            self._check(weights, [*self._trained, *_statistics(self.model)], "checkpoints")
+            self._check(weights, [*self._trained, *(n for n in _statistics(self.model) if n in self._own)], "checkpoints")
         given = self._own if weights is None else {**self._own, **{n: weights[n] for n in self._own if n in weights}}
         at = {name: given[name].detach().to(own, copy=True) for name, own in self._own.items()}
         return {n: at[n] for n in self._trained}, {n: w for n, w in at.items() if n not in self.shapes}
