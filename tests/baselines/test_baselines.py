@@ -22,7 +22,7 @@ from tiny import batch, next_token_loss, tiny, validation
 
 IDS = [7, 3, 11, 5]
 #: Files of the room that are no baseline.
-SHARED = {"__init__", "registry", "retraining", "extra", "subsets", "gradients", "kronecker", "projection"}
+SHARED = {"checks", "__init__", "registry", "retraining", "extra", "subsets", "gradients", "kronecker", "projection"}
 
 
 def scores(table: pa.Table, name: str = "validation") -> dict[int, float]:
@@ -76,6 +76,7 @@ def test_what_is_wrong_is_named(made_up: None) -> None:
         (("made_up", IDS, None), {}, ConfigurationError, "needs factor"),
         (("made_up", IDS, None), {"factor": 1, "seed": 1}, ConfigurationError, "does not take seed.*takes offset"),
         (("made_up", IDS, {}), {"factor": 1}, ConfigurationError, "no validation set"),
+        (("made_up", IDS, {1: None, "a": None}), {"factor": 1}, ConfigurationError, "called 1, a int; names must be text"),
         (("made_up", [1, 2, 1], None), {"factor": 1}, IdsError, "sample 1 is given 2 times"),
         (("made_up", [0.5], None), {"factor": 1}, IdsError, "float64"),
         (("made_up", [], None), {"factor": 1}, IdsError, "not empty"),

@@ -79,6 +79,10 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(error, match=words):
             run("bm25", [0, 1, 2], validation, texts=texts)
+    for options in ({"k1": -1.0}, {"b": 1.5}, {"k1": float("nan")}, {"b": -0.1}):
+        with pytest.raises(ConfigurationError, match="k1 must be a finite number, 0 or more, and b from 0 to 1"):
+            score(["x"], **options)
+    assert score(["the cat"], k1=1.5, b=1.0) == pytest.approx(by_hand("the cat", 1.5, 1.0), rel=1e-12)  # the limits are allowed
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'inrun\[baselines\]'"):
         score(["x"])

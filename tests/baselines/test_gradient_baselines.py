@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.baselines import run
-from inrun.errors import ConfigurationError
+from inrun.errors import ConfigurationError, ValidationError
 
 N, D = 24, 3
 IDS = np.arange(N)
@@ -308,3 +308,75 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trak.score_computers", None)
     with pytest.raises(ConfigurationError, match=r"pip install inrun\[baselines\]"):
         run("trak", IDS, r.validation, **one)
+
+
+# What is wrong is named, before anything is computed
+
+
+def test_options_that_would_give_numbers_without_meaning_are_refused() -> None:
+    task = Regression()
+    given = task.at(task.optimum())
+    state, squares = task.model.state_dict(), {"weight": torch.ones(1, D).double()}
+    run_ = {"checkpoints": [state], "lrs": [0.1]}
+    adam = {**run_, "second_moments": [squares], "steps": [3]}
+    hessian = {"curvature": "hessian"}
+    for name, options, error, words in (
+        ("influence_function", {"damping": -1.0}, ConfigurationError, "damping=-1.0; it must be a finite number, 0 or more"),
+        ("influence_function", {"damping": float("nan")}, ConfigurationError, "damping=nan"),
+        ("influence_function", {**hessian, "damping": -0.1}, ConfigurationError, "damping=-0.1"),
+        ("influence_function", {**hessian, "curvature_samples": 0}, ConfigurationError, "curvature_samples=0"),
+        ("influence_function", {**hessian, "iterations": 0}, ConfigurationError, "iterations=0"),
+        ("trak", {"checkpoints": [state], "damping": -0.1}, ConfigurationError, "damping=-0.1"),
+        (
+            "trak",
+            {"checkpoints": [state], "dimension": 0},
+            ConfigurationError,
+            "dimension=0; it must be a finite number, 1 or more",
+        ),
+        ("tracin_cp", {**run_, "lrs": [-0.1]}, ConfigurationError, r"lrs\[0\]=-0.1"),
+        ("tracin_cp", {**run_, "lrs": 0.1}, ConfigurationError, "lrs is a float; give a list"),
+        ("tracin_cp", {**run_, "checkpoints": state}, ConfigurationError, "checkpoints is a OrderedDict; give a list"),
+        ("mean_loss", {"checkpoints": state}, ConfigurationError, "checkpoints is a OrderedDict"),
+        ("less", {**adam, "steps": [-1]}, ConfigurationError, r"steps\[0\]=-1"),
+        ("less", {**adam, "first_moments": []}, ConfigurationError, "1 checkpoints, but 0 first_moments"),
+        ("less", {**adam, "lrs": [0.0]}, ConfigurationError, "one must be above 0"),
+        ("less", {**adam, "dimension": 0}, ConfigurationError, "dimension=0"),
+    ):
+        with pytest.raises(error, match=words):
+            run(name, IDS, task.validation, **given, **options)
+    with pytest.raises(ValidationError, match="validation 'v' is a tuple; it must be a function of the model"):
+        run("gradient_cosine", IDS, {"v": (task.x_val, task.y_val)}, **given)
+
+
+def test_trak_has_no_margin_where_a_loss_is_no_likelihood_and_no_inverse_without_damping() -> None:
+    task = Regression()
+    given = {**task.at(task.optimum()), "checkpoints": [task.model.state_dict()]}
+    lower = {**given, "sample_loss": lambda m, k: task.sample_loss(m, k) - 0.05}  # below 0 for some
+    with pytest.raises(ValidationError, match="the loss of sample .* is -0.0.*give output='loss'"):
+        run("trak", IDS, task.validation, **lower)
+    alike = [run("trak", IDS, task.validation, **g, output="loss")["score"].to_numpy() for g in (lower, given)]
+    assert alike[0] == pytest.approx(alike[1], rel=1e-5)  # the control: a constant changes nothing else
+    with pytest.raises(ConfigurationError, match=r"damping=0 with 2 samples in 3 dimensions"):
+        run("trak", IDS[:2], task.validation, **given, output="loss", damping=0.0)
+    run("trak", IDS, task.validation, **given, output="loss", damping=0.0)
+
+
+def test_learning_rates_may_be_a_tensor() -> None:
+    task = Regression()
+    given = {**task.at(task.optimum() + 0.1), "checkpoints": [task.model.state_dict()] * 2}
+    moments = {"second_moments": [{"weight": torch.ones(1, D)}] * 2, "steps": torch.tensor([3, 4])}
+    for name, more in (("tracin_cp", {}), ("less", moments)):
+        tables = [run(name, IDS, task.validation, **given, **more, lrs=lrs) for lrs in ([0.5, 0.25], torch.tensor([0.5, 0.25]))]
+        assert tables[0].equals(tables[1])
+
+
+def test_without_damping_nothing_is_said_along_what_no_sample_moves() -> None:
+    """Two samples, three weights: the pseudo-inverse of F, not rounding errors divided by rounding errors."""
+    task = Regression()
+    w = task.optimum() + 0.1
+    g, g_val = (x.numpy() for x in task.gradients(w))
+    single = {"model": task.at(w)["model"], "sample_loss": task.sample_loss}
+    found = run("influence_function", IDS[:2], task.validation, **single, damping=0.0)["score"].to_numpy()
+    fisher = g[:2].T @ g[:2] / 2
+    assert found == pytest.approx(g_val @ np.linalg.pinv(fisher, rcond=1e-12) @ g[:2].T / 2, rel=1e-6)
+    assert not np.allclose(found, g_val @ np.linalg.inv(fisher + 0.1 * np.eye(D)) @ g[:2].T / 2, rtol=0.01)  # the control

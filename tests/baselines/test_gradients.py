@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from inrun.baselines import run
 from inrun.baselines.gradients import looking
 from inrun.baselines.projection import Projection
 from inrun.errors import ConfigurationError, ValidationError
@@ -204,3 +206,161 @@ def test_projections_keep_inner_products() -> None:
     assert torch.equal(Projection(500, 64, 1)(a[None]), Projection(500, 64, 1)(a[None]))
     assert not torch.equal(Projection(500, 64, 1)(a[None]), Projection(500, 64, 2)(a[None]))
     assert torch.equal(Projection(64, 64)(a[None, :64]), a[None, :64])
+
+
+# Nothing of the user's is written to
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        return self.layer(tokens[..., :3] / 9)
+
+
+class Renormalised(nn.Module):
+    """Its embedding shortens rows of its own weight as they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layer = nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(self.rows(tokens).mean(-2))
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: w.clone() for name, w in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("make", [Counts, Renormalised])
+def test_a_forward_that_writes_changes_neither_model_nor_checkpoint(make) -> None:
+    torch.manual_seed(0)
+    model, tokens, labels = make(), torch.randint(0, 9, (4, 5)), torch.tensor([0, 1, 1, 0])
+    before, checkpoint = tensors(model), tensors(make())
+    kept = {name: w.clone() for name, w in checkpoint.items()}
+
+    def loss(m: nn.Module, k) -> Tensor:
+        return nn.functional.cross_entropy(m(tokens[k][None]), labels[k][None])
+
+    with looking(model, loss, IDS) as look:
+        for weights in (None, checkpoint):
+            look.losses(weights)
+            list(look.blocks(weights))
+            look.validation({"v": lambda m: nn.functional.cross_entropy(m(tokens), labels)}, weights)
+        look.hessian_product(torch.ones(look.size), np.arange(4))
+    assert same(model.state_dict(), before) and same(checkpoint, kept)
+    model(tokens)
+    assert not same(model.state_dict(), before)  # the control: its forward does write
+
+
+def test_losses_that_draw_leave_the_random_state_alone() -> None:
+    model, x = nn.Linear(3, 1), torch.ones(4, 3)
+
+    def loss(m: nn.Module, k) -> Tensor:
+        return m(nn.functional.dropout(x[k], 0.5)).sum()
+
+    state = torch.get_rng_state()
+    with looking(model, loss, IDS) as look:
+        look.losses()
+        list(look.blocks())
+        look.validation({"v": lambda m: loss(m, 0)})
+    assert torch.equal(torch.get_rng_state(), state)
+    loss(model, 0)
+    assert not torch.equal(torch.get_rng_state(), state)  # the control
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_must_have_what_training_changes() -> None:
+    model, loss = convolutions()
+    model[0].weight.requires_grad_(False)
+    whole = model.state_dict()
+    without = lambda *names: {name: w for name, w in whole.items() if name not in names}  # noqa: E731
+    with looking(model, loss, IDS) as look:
+        expected = look.losses()
+        # Frozen weights and counters may be missing, as in the checkpoint of an adapter: the model has them.
+        assert torch.equal(look.losses(without("0.weight", "1.num_batches_tracked")), expected)
+        for checkpoint, words in (
+            (without("1.running_mean"), "for 1.running_mean; it has 8 names"),
+            (without("1.running_mean", "1.running_var"), "1.running_mean, 1.running_var"),
+            (without("4.bias"), "4.bias"),
+            ({**whole, "1.running_var": torch.ones(1)}, "1.running_var"),
+            ({**whole, "0.weight": torch.ones(1)}, "0.weight"),
+            ({name: w.numpy(force=True) for name, w in whole.items()}, "0.bias"),
+            (model, "got a Sequential where tensors by name are wanted"),
+        ):
+            with pytest.raises(ConfigurationError, match=f"checkpoints: .*{words}"):
+                look.losses(checkpoint)
+
+
+def test_a_checkpoint_of_another_precision_is_taken_in_the_models() -> None:
+    model, loss = convolutions()
+    single = {name: w.float() if w.is_floating_point() else w for name, w in model.state_dict().items()}
+    with looking(model, loss, IDS) as look:
+        expected, found = next(look.blocks())[1], next(look.blocks(single))[1]
+    assert found.dtype == torch.float64 and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found, expected)  # the control: it was rounded once
+
+
+# Half precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_mapped_and_its_sums_are_not_in_half_precision(dtype, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 200), nn.Tanh(), nn.Linear(200, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
+    exact = copy.deepcopy(model).double()
+    x, y, held = torch.randn(8, 6).to(dtype), torch.randint(0, 3, (8,)), torch.randn(4, 6).to(dtype)
+
+    def scores(m: nn.Module, name: str, **given) -> np.ndarray:
+        kind = next(m.parameters()).dtype
+
+        def sample_loss(m: nn.Module, k) -> Tensor:
+            return nn.functional.cross_entropy(m(x[k][None].to(kind)), y[k][None])
+
+        validation = {"v": lambda m: nn.functional.cross_entropy(m(held.to(kind)), y[:4])}
+        return run(name, np.arange(8), validation, model=m, sample_loss=sample_loss, **given)["score"].to_numpy()
+
+    for name, given in (
+        ("influence_function", {}),
+        ("influence_function", {"curvature": "hessian", "damping": 30.0, "tolerance": 1e-2}),
+        ("gradient_cosine", {}),
+    ):
+        with caplog.at_level(logging.WARNING):
+            found, expected = scores(model, name, **given), scores(exact, name, **given)
+        assert not caplog.records  # mapped, and solved
+        assert np.abs(found - expected).max() < 12 * torch.finfo(dtype).eps * np.abs(expected).max(), (name, given)
+
+
+def test_under_autocast_mapping_is_not_taken_for_wrong_because_it_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    def scores(k_of) -> None:
+        def loss(m: nn.Module, k) -> Tensor:
+            k = k_of(k)
+            with torch.autocast("cpu", torch.bfloat16):
+                return nn.functional.cross_entropy(m(x[k][None]).float(), y[k][None])
+
+        hessian = {"curvature": "hessian", "damping": 5.0, "tolerance": 1e-2}
+        run("influence_function", np.arange(70), {"v": lambda m: loss(m, 0)}, model=model, sample_loss=loss, **hessian)
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model, x, y = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 3)), torch.randn(70, 6), torch.randint(0, 3, (70,))
+        with caplog.at_level(logging.WARNING):
+            scores(lambda k: k)
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        scores(lambda k: k if isinstance(k, int) else k // 2)
+    assert "torch.func.vmap cannot map over them: it gives" in caplog.text  # the control: what is wrong is still seen

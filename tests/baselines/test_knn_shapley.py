@@ -97,3 +97,30 @@ def test_what_is_wrong_is_named() -> None:
     ):
         with pytest.raises(error, match=words):
             run("knn_shapley", [1, 2], validation, **{**right, **options})
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("values", [2, 3, 7])
+def test_of_equally_distant_samples_the_first_is_nearer(values: int, soft: bool) -> None:
+    """Features of few whole numbers, whose distances tie though the samples differ; a matrix product rounds them apart."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        n, m, d = 6, 3, int(rng.integers(1, 4))
+        x, y = rng.integers(0, values, (n, d)).astype(float), rng.integers(0, 3, n)
+        points, labels = rng.integers(0, values, (m, d)).astype(float), rng.integers(0, 3, m)
+        found = run("knn_shapley", np.arange(n), {"v": (points, labels)}, features=x, labels=y, k=2, soft=soft)["score"].to_numpy()
+        assert found == pytest.approx(brute_force(x, y, points, labels, 2, soft), abs=1e-12), seed
+
+
+def test_the_order_of_samples_decides_ties_and_nothing_else() -> None:
+    """The control: with the other sample first the same tie goes the other way, and a sample that is nearer wins in any order."""
+    x, labels, point = np.array([[1.0], [3.0]]), np.array([1, 0]), (np.array([[2.0]]), [1])
+    for order, accuracy in (([0, 1], 1.0), ([1, 0], 0.0)):
+        values = run("knn_shapley", [0, 1], {"v": point}, features=x[order], labels=labels[order], k=1)["score"].to_pylist()
+        assert sum(values) == accuracy
+    # Near points far from the middle, whose distances are less than what the squares of the coordinates are rounded by.
+    far = np.array([[1e6], [1e6 + 1e-3], [-1e6]])
+    for order in ([0, 1, 2], [1, 0, 2]):
+        labels = np.array([0, 1, 0])[order]
+        values = run("knn_shapley", order, {"v": (far[1:2] + 1e-4, [1])}, features=far[order], labels=labels, k=1)["score"]
+        assert values.to_pylist() == [0, 1, 0]

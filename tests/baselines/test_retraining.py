@@ -222,14 +222,23 @@ def test_a_damaged_cell_is_trained_again_and_a_foreign_one_refused(tmp_path: Pat
     options = {"subsets": 12, "cells": tmp_path / "cells"}
     utility = Additive(WEIGHTS, log=tmp_path / "log")
     whole = run("empirical_influence", IDS, BOTH, utility=utility, **options)
-    first, second, *_ = (tmp_path / "cells").iterdir()
+    first, second, third, *_ = (tmp_path / "cells").iterdir()
     assert json.loads(first.read_bytes())["found"].keys() == {"a", "b"}
     first.write_text("{")
     second.write_text("[]")
+    third.write_text(json.dumps({"key": json.loads(third.read_bytes())["key"]}))
     assert run("empirical_influence", IDS, BOTH, utility=utility, **options).equals(whole)
-    assert utility.calls() == 14
+    assert utility.calls() == 15
     with pytest.raises(ConfigurationError, match="kept for 'a', 'b', not for 'validation'.*folder of its own"):
         run("empirical_influence", IDS, None, utility=utility, **options)
+
+
+def test_numbers_of_numpy_are_as_good_as_plain_ones_where_cells_are_kept(tmp_path: Path) -> None:
+    plain, numpys = {"tolerance": 0.5, "patience": 2}, {"tolerance": np.float32(0.5), "patience": np.int64(2)}
+    tables = [run("data_shapley", IDS, BOTH, utility=Additive(WEIGHTS), cells=tmp_path, **o) for o in (numpys, plain)]
+    assert tables[0].equals(tables[1]) and len(list(tmp_path.iterdir())) == 100  # the same cells
+    run("data_shapley", IDS, BOTH, utility=Additive(WEIGHTS), cells=tmp_path, tolerance=0.25, patience=2)
+    assert len(list(tmp_path.iterdir())) == 200  # the control
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -277,11 +286,16 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data_shapley", {"utility": lambda p, s: {"a": 1.0}}, ValidationError, "6 samples.*numbers for 'a';.*each of 'a', 'b'"),
         ("leave_one_out", {"utility": lambda p, s: 1.0}, ValidationError, "got a float"),
         ("leave_one_out", {"utility": lambda p, s: {"a": 1.0, "b": np.nan}}, ValidationError, "'b' is nan"),
+        ("leave_one_out", {"utility": lambda p, s: {"a": 1.0, "b": None}}, ValidationError, "'b' is a NoneType, not a number"),
+        ("leave_one_out", {"utility": lambda p, s: {"a": "x", "b": 1}}, ValidationError, "'a' is a str, not a number"),
+        ("leave_one_out", {"utility": lambda p, s: {"a": np.ones(2), "b": 1}}, ValidationError, "'a' is a ndarray"),
         ("leave_one_out", {"repeats": 0}, ConfigurationError, "repeats=0"),
         ("empirical_influence", {"subsets": 1}, ConfigurationError, "of 1 subsets, sample .*draw more"),
         ("empirical_influence", {"share": 1.0}, ConfigurationError, "share=1.0"),
         ("empirical_influence", {"draw": "dice"}, ConfigurationError, "'size' or 'coins'"),
         ("datamodels", {"regression": "forest"}, ConfigurationError, "lasso, ridge"),
+        ("datamodels", {"strength": -1.0, "utility": None}, ConfigurationError, "strength=-1.0"),  # before training
+        ("datamodels", {"strength": np.nan, "utility": None}, ConfigurationError, "strength=nan"),
         ("datamodels", {"subsets": 9}, ConfigurationError, "draw 10 or more"),
     ):
         with pytest.raises(error, match=words):

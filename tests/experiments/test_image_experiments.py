@@ -146,3 +146,24 @@ def test_label_means_are_taken_off() -> None:
     scores, labels = np.array([1.0, 3.0, 10.0, np.nan]), np.array([0, 0, 1, 1])
     assert within_label(scores, labels)[:3].tolist() == [-1.0, 1.0, 0.0]
     assert scores[0] == 1.0
+
+
+class CountsThreads:
+    """In the place of a subject: its loss is the number of threads that it was trained with."""
+
+    def trained(self, positions: np.ndarray, seed: int) -> torch.nn.Module:
+        self.seen = torch.get_num_threads()
+        return torch.nn.Identity()
+
+    def validation_loss(self, model: torch.nn.Module) -> torch.Tensor:
+        assert torch.get_num_threads() == self.seen
+        return torch.tensor(float(self.seen))
+
+
+def test_training_again_takes_the_threads_of_the_process_that_asked() -> None:
+    """joblib gives its processes as many as there are cores for each, and sums in torch depend on them."""
+    torch.set_num_threads(3)
+    utility = Utility(CountsThreads())
+    torch.set_num_threads(2)  # as in a worker
+    assert utility(np.array([0]), 0) == {"validation": -3.0} and torch.get_num_threads() == 2
+    assert Utility(CountsThreads())(np.array([0]), 0) == {"validation": -2.0}  # the control

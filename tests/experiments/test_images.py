@@ -140,3 +140,51 @@ def test_official_batches_give_the_same_subset(tmp_path: Path) -> None:
             (tmp_path / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(content, 4))
     batches, subset = load_images(Work("mislabel", data=tmp_path)), load_images(Work("mislabel", data=DATA))
     assert all(torch.equal(a, b) for a, b in zip(batches.train + batches.test, subset.train + subset.test, strict=True))
+
+
+def arrays(**other: object) -> dict[str, object]:
+    x, y = np.zeros((20, 32, 32, 3), np.uint8), np.arange(20) % 10
+    return {"train_x": x, "train_y": y, "test_x": x, "test_y": y, **other}
+
+
+ODD = {
+    "floats": ({"train_x": np.zeros((20, 32, 32, 3), np.float32)}, r"images float32 \[20, 32, 32, 3\].*must be uint8"),
+    "channels first": ({"test_x": np.zeros((20, 3, 32, 32), np.uint8)}, r"images uint8 \[20, 3, 32, 32\]"),
+    "flat": ({"train_x": np.zeros((20, 3072), np.uint8)}, r"\[20, 3072\]"),
+    "labels missing": ({"train_y": np.arange(19) % 10}, r"labels int64 \[19\]"),
+    "label 10": ({"train_y": np.arange(20) % 11}, "from 0 to 9"),
+    "label -1": ({"test_y": np.arange(20) % 10 - 1}, "from 0 to 9"),
+    "label 0.5": ({"test_y": np.arange(20) / 2}, "labels float64"),
+    "objects": ({"train_y": np.array([{}] * 20)}, "cannot be read"),
+    "nothing": ({"train_x": np.zeros((0, 32, 32, 3), np.uint8), "train_y": np.zeros(0, np.int64)}, r"\[0\]"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_arrays_that_are_no_images_are_one_error(case: str, tmp_path: Path) -> None:
+    other, words = ODD[case]
+    np.savez(tmp_path / "cifar10_subset.npz", **arrays(**other))
+    with pytest.raises(ConfigurationError, match=words):
+        load_images(Work("mislabel", data=tmp_path))
+
+
+@pytest.mark.parametrize("body", [b"", b"PK\x03\x04", b"no zip", None])
+def test_a_file_that_is_no_npz_is_one_error(body: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "cifar10_subset.npz"
+    if body is None:
+        np.savez(path, **{name: x for name, x in arrays().items() if name != "test_y"})
+    else:
+        path.write_bytes(body)
+    with pytest.raises(ConfigurationError, match=r"cifar10_subset.npz cannot be read: .*expected are arrays train_x, train_y"):
+        load_images(Work("mislabel", data=tmp_path))
+
+
+def test_other_images_of_the_same_name_do_not_get_the_cells_of_the_first(tmp_path: Path) -> None:
+    work = Work("mislabel", data=tmp_path, cells=tmp_path / "cells")
+    np.savez(tmp_path / "cifar10_subset.npz", **arrays())
+    load_images(work)
+    work.cell({}, lambda: 1)
+    load_images(work)
+    np.savez(tmp_path / "cifar10_subset.npz", **arrays(train_y=np.arange(20)[::-1] % 10))
+    with pytest.raises(ConfigurationError, match="results made from another cifar10"):
+        load_images(work)

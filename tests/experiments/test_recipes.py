@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,3 +68,60 @@ def test_wrong_names_are_errors(tmp_path: Path) -> None:
         Work("mislabel", data=tmp_path).need("cifar10_subset.npz")
     assert Work("mislabel").need("cifar10_subset.npz") is None
     assert next(iter(RECIPES)) == "efficiency"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"key": 1}', b'{"found": 1}', b"\xff\x00"])
+def test_a_broken_cell_is_computed_again(body: bytes, tmp_path: Path) -> None:
+    work = Work("mine", cells=tmp_path)
+    assert work.cell({"seed": 0}, lambda: 1) == 1
+    (place,) = tmp_path.iterdir()
+    assert work.cell({"seed": 0}, lambda: 2) == 1  # the control: a whole one is taken
+    place.write_bytes(body)
+    assert work.cell({"seed": 0}, lambda: 2) == 2 and work.cell({"seed": 0}, lambda: 3) == 2
+
+
+def test_cells_of_other_data_of_the_same_name_are_not_taken(tmp_path: Path) -> None:
+    work = Work("mine", cells=tmp_path / "cells")
+    for name, digest in (("corpus.jsonl", "00"), ("images", "bb"), ("corpus.jsonl", "aa")):
+        work.made_from(name, digest)  # nothing is kept yet: the file was mended meanwhile
+    work.cell({}, lambda: 1)
+    work.made_from("corpus.jsonl", "aa")
+    with pytest.raises(
+        ConfigurationError, match=r"keeps results made from another corpus.jsonl than this one; .*--out, or --fresh"
+    ):
+        work.made_from("corpus.jsonl", "cc")
+    Work("mine", cells=tmp_path / "cells").made_from("corpus.jsonl", "aa")
+    Work("mine", cells=tmp_path / "other").made_from("corpus.jsonl", "cc")
+    Work("mine").made_from("corpus.jsonl", "cc")  # keeps nothing
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A correlation of a constant, say: results.json must be JSON for readers that are not Python."""
+
+    def compute(config: Config, work: Work) -> Findings:
+        return Findings({"a": [np.nan, 1.5], "b": {"c": float("inf")}}, [Table("T", ["a"], [[np.nan]])], measured={"d": np.nan})
+
+    monkeypatch.setattr(recipes, "import_module", lambda name: SimpleNamespace(SIZES={"smoke": Config()}, run=compute))
+    found = run("mislabel", "smoke", Work("mislabel"))
+    assert found.data["a"] == [None, 1.5] and found.data["b"] == {"c": None}
+    for path in save(found, Work("mislabel"), tmp_path, 1.0)[:2]:
+        json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    with pytest.raises(pytest.fail.Exception):
+        json.loads("[NaN]", parse_constant=lambda name: pytest.fail(name))  # the control
+
+
+def cells_of(line: str) -> list[str]:
+    """Split a row as renderers do: a backslash takes the next character with it, whatever it is."""
+    return re.findall(r"((?:\\.|[^\\|])*)\|", line.removeprefix("|"))
+
+
+HOSTILE = ("a|b", "a\\|b", "a\\\\|b", "x\r\ny", "x\u2028y", "<script>alert(1)</script>", "![x](http://x/y.png)", "\\", "")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_breaks_a_table(name: str) -> None:
+    lines = Table(f"about {name}", [name, "c"], [[name, 1.0], ["d", name]]).markdown().splitlines()
+    assert len(lines) == 6 and lines[0].startswith("### about") and cells_of(lines[2])[1] == " c "
+    for line in lines[2:]:
+        assert len(cells_of(line)) == 2 and not {"<", "["} & set(line)
+    assert len(cells_of("| a\\\\| b |")) == 2 and len(cells_of("| a\\| b |")) == 1  # the control

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from inrun.errors import ConfigurationError
-from inrun.experiments.curation_tables import steps_to
+from inrun.experiments import paraphrase
+from inrun.experiments.curation_tables import spread, steps_to
 from inrun.experiments.domains import recall
 from inrun.experiments.outputs import save
 from inrun.experiments.recipes import Work, run
@@ -166,8 +167,132 @@ def test_counting() -> None:
     assert recall(np.array([4.0, 3, 2, 1]), same, 2) == 2 and recall(np.array([4.0, 1, 3, 2]), same, 2) == 1
     assert steps_to([[0, 5.0], [10, 3.0], [20, 1.0]], 2.0) == 15 and steps_to([[0, 5.0]], 2.0) is None
     assert np.allclose(shares(np.array([[3.0, 1], [-4, 1]])), [[0.75, 0.25], [0, 1]])
+    assert spread([1.0, 2.0], ".1f") == "1.5 ± 0.7" and spread([1.0], "+.1f") == "+1.0"
+    assert spread([1.0, np.nan], ".1f") == spread([np.nan]) == "–"
 
 
 def test_against_the_batch_early_steps_count_no_more() -> None:
     uses = {"step": [0, 0, 1, 1, 1, 1], "sample_id": [0, 1, 2, 3, 2, 3], "value": [100.0, 102.0, 0.1, 0.2, 0.1, 0.2]}
     assert against_batch(pa.table(uses), 5).tolist() == pytest.approx([-1, 1, -1, 1, 0])
+
+
+# Files that are not what they should be
+
+
+def line(**other: object) -> str:
+    return json.dumps({"text": "some text of some words", "domain": "a", "split": "train", **other})
+
+
+BROKEN = {
+    "not JSON": (f"{line()}\n{{", "line 2 is no JSON"),
+    "no object": (f"{line()}\n[1]", "line 2 is a JSON list; expected is one JSON object a line"),
+    "too deep": ("[" * 100_000, "line 1 is no JSON"),
+    "text is a number": (line(text=3), "line 1: domain is a str and text a int; both must be text"),
+    "no domain": (json.dumps({"text": "x", "split": "train"}), "line 1: domain is a NoneType and text a str"),
+    "empty": ("", "documents of 0 domains to train on"),
+    "no split": (json.dumps({"text": "x", "domain": "a"}), "documents of 0 domains to train on"),
+    "odd split": (line(split=["train"]), "documents of 0 domains to train on"),
+    "too many domains": ("\n".join(line(domain=str(i)) for i in range(9)), "documents of 9 domains .* 4 documents are drawn"),
+    "empty text": ("\n".join([line(text="")] * 4 + [line(split="val")] * 9), r"domain 'a' with fewer than two tokens \(''\)"),
+    "one byte": ("\n".join([line()] * 4 + [line(split="val", text="x")] * 9), r"fewer than two tokens \('x'\)"),
+}
+SMALLEST = CorpusConfig(4, 16, 256, 2, 0)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_file_of_documents_that_is_broken_is_one_error(case: str, tmp_path: Path) -> None:
+    text, words = BROKEN[case]
+    (tmp_path / "corpus.jsonl").write_text(text)
+    with pytest.raises(ConfigurationError, match=words):
+        read_corpus(Work("domains", data=tmp_path), SMALLEST, 0)
+
+
+@pytest.mark.parametrize("case", ["not gzip", "cut off", "not UTF-8", "empty"])
+def test_a_compressed_file_that_is_broken_is_one_error(case: str, tmp_path: Path) -> None:
+    whole = gzip.compress(line().encode() * 50)
+    bodies = {"not gzip": b"not gzip", "cut off": whole[:-20], "not UTF-8": gzip.compress(b"\xff\xfe\x00"), "empty": b""}
+    (tmp_path / "corpus.jsonl.gz").write_bytes(bodies[case])
+    with pytest.raises(ConfigurationError, match=r"corpus.jsonl.gz (cannot be read|has documents of 0 domains)"):
+        read_corpus(Work("domains", data=tmp_path), SMALLEST, 0)
+
+
+def test_odd_documents_that_are_none_the_less_documents(tmp_path: Path) -> None:
+    odd = [line(text="half a pair \ud800 of surrogates"), "", line(text="a \u2028 separator")]
+    rest = [line()] * 2 + [line(split="validation")] * 2 + [line(split="other", text=None), json.dumps({"about": "nothing"})]
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*odd, *rest]).replace("\\u2028", "\u2028"), encoding="utf-8")
+    texts = read_corpus(Work("domains", data=tmp_path), CorpusConfig(4, 40, 256, 2, 0), 0).train.texts
+    assert sorted(t[:8] for t in texts) == ["a \u2028 sepa", "half a p", "some tex", "some tex"]
+    assert any("pair \ufffd of" in t for t in texts)
+
+
+def test_another_corpus_of_the_same_name_does_not_get_the_cells_of_the_first(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        texts = [line(split=split, text=f"{name} of {i} texts") for split in ("train", "val") for i in range(6)]
+        (tmp_path / name / "corpus.jsonl").write_text("\n".join(texts))
+    works = {n: Work("domains", data=tmp_path / n, cells=tmp_path / "cells") for n in ("first", "second")}
+    read_corpus(works["first"], SMALLEST, 0)
+    works["first"].cell({}, lambda: 1)
+    read_corpus(works["first"], SMALLEST, 1)  # another draw of the same
+    with pytest.raises(ConfigurationError, match="results made from another corpus.jsonl"):
+        read_corpus(works["second"], SMALLEST, 0)
+
+
+GROUP = {
+    "id": "x",
+    "kind": "news",
+    "original": "one",
+    "similar_topic_id": "y",
+    "paraphrases": [{"text": "t", "fourgram_overlap": 0.5}],
+}
+OTHER = {**GROUP, "id": "y", "similar_topic_id": "x"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([GROUP, {**OTHER, "paraphrases": []}], "line 2: a group has id, kind"),
+        ([GROUP, {**OTHER, "paraphrases": [{"text": "t"}]}], "line 2: .*each with text and fourgram_overlap"),
+        ([{**GROUP, "original": None}], "line 1: a group has id"),
+        ([GROUP], "similar_topic_id of group 'x' is the id of no group"),
+        ([GROUP, OTHER], "has 1 originals none of which is on the topic of another, 2 are needed"),
+        ([], "has 0 originals"),
+    ],
+)
+def test_a_file_of_paraphrases_that_is_broken_is_one_error(lines: list[dict[str, object]], words: str, tmp_path: Path) -> None:
+    (tmp_path / "paraphrases.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ConfigurationError, match=words):
+        paraphrase._groups(Work("paraphrase", data=tmp_path), 2, 0)
+
+
+def test_a_file_of_paraphrases_may_have_separators_of_lines_in_its_texts(tmp_path: Path) -> None:
+    """What ``str.splitlines`` takes for ends of lines is text in JSON."""
+    lines = [{**g, "original": f"{g['id']} \u2028 \x85 text"} for g in (GROUP, OTHER)]
+    (tmp_path / "paraphrases.jsonl").write_text("\n".join(json.dumps(g, ensure_ascii=False) for g in lines), encoding="utf-8")
+    groups, _ = paraphrase._groups(Work("paraphrase", data=tmp_path), 1, 0)
+    assert "\u2028 \x85" in groups[0].original
+
+
+@pytest.mark.parametrize("domains", [("$x^$", "_y $", "|z"), ("only",), ("junk",)])
+def test_stages_takes_domains_of_any_name_and_number(domains: tuple[str, ...], tmp_path: Path) -> None:
+    texts = [line(domain=d, split=s, text=f"{d} {s} {i} of some") for d in domains for s in ("train", "val") for i in range(64)]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(texts))
+    work = Work("stages", seeds=(0,), data=tmp_path)
+    assert len(save(run("stages", "smoke", work), work, tmp_path / "out", 1.0)) == 4
+
+
+@pytest.mark.parametrize(
+    "config", [CorpusConfig(8, 16, 256, 1, 0), CorpusConfig(8, 64, 256, 1, 0), CorpusConfig(64, 32, 512, 1, 0)]
+)
+def test_half_of_the_original_is_in_the_instruction(config: CorpusConfig) -> None:
+    """Whole, though a row is short: it is the instruction that is cut."""
+    corpus = read_corpus(Work("paraphrase"), config, 0)
+    encode = corpus.encode
+    for text in corpus.train.texts[:8]:
+        ids = encode.ids(text)
+        half = encode.text(ids[: len(ids) // 2])
+        row = encode.rows([paraphrase.in_instruction(encode, text)], ["original"]).texts[0]
+        assert row.endswith(half) and len(half) > 5
+        assert row.removesuffix(half) and paraphrase.INSTRUCTION.endswith(row.removesuffix(half))
+        as_before = encode.rows([paraphrase.INSTRUCTION[: 2 * len(half)] + half], ["original"]).texts[0]
+        assert not as_before.endswith(half) or config.context == 64  # the control

@@ -40,6 +40,8 @@ def bm25(
         k1: How soon repeating a word stops helping.
         b: How much long documents are held back, from 0 to 1.
     """
+    if not 0 <= k1 < np.inf or not 0 <= b <= 1:
+        raise ConfigurationError(f"bm25 got k1={k1} and b={b}; k1 must be a finite number, 0 or more, and b from 0 to 1")
     if len(texts) != len(sample_ids):
         raise ConfigurationError(f"bm25 got {len(texts)} texts for {len(sample_ids)} sample_ids")
     queries = {name: _words(f"validation {name!r}", given) for name, given in validation.items()}

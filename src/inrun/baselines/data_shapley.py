@@ -55,7 +55,10 @@ def data_shapley(
     n = len(sample_ids)
     tasks = [
         Permutation(
-            np.random.default_rng([seed, PERMUTATIONS, k]).permutation(n), derived_seed(seed, PERMUTATIONS, k), tolerance, patience
+            np.random.default_rng([seed, PERMUTATIONS, k]).permutation(n),
+            derived_seed(seed, PERMUTATIONS, k),
+            float(tolerance),
+            int(patience),
         )
         for k in range(permutations)
     ]

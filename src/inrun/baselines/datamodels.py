@@ -46,6 +46,8 @@ def datamodels(
     """
     if regression not in ("lasso", "ridge"):
         raise ConfigurationError(f"datamodels: unknown regression {regression!r}; available: lasso, ridge")
+    if strength is not None and not 0 <= strength < np.inf:
+        raise ConfigurationError(f"datamodels: strength={strength}; it must be a finite number, 0 or more, or None to choose it")
     how = Drawing(**drawing)
     if strength is None and how.subsets < 2 * FOLDS:
         raise ConfigurationError(

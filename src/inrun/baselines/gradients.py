@@ -14,9 +14,9 @@ gradient of the first sample, and the losses of a few samples of every block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,6 +56,8 @@ class Look:
         self._used = False
         self._draw = np.random.default_rng(0)
         self.shapes = {name: own[name].shape for name in trained}
+        #: Of the coarsest numbers that are computed with.
+        self._eps = max(_eps(own[name]) for name in trained)
 
     @property
     def size(self) -> int:
@@ -73,15 +75,11 @@ class Look:
         """Return tensors by parameter name as one, ``[P]``, in the order of gradients."""
         import torch
 
-        wrong = [name for name, shape in self.shapes.items() if name not in named or named[name].shape != shape]
-        if wrong:
-            raise ConfigurationError(
-                f"{what}: no tensor of the model's shape for {', '.join(wrong[:3])}; it has {len(named)} names"
-            )
-        return torch.cat([named[name].detach().to(self._own[name]).flatten() for name in self._trained])
+        self._check(named, self._trained, what)
+        return torch.cat([_wide(named[name].detach().to(self._own[name])).flatten() for name in self._trained])
 
     def blocks(self, weights: Weights = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the gradients of all samples in order: which, and ``[m, P]`` in the dtype of the parameters."""
+        """Yield the gradients of all samples in order: which, and ``[m, P]``, in float32 where parameters have fewer bits."""
         for rows, g, _ in self.blocks_with_losses(weights):
             yield rows, g
 
@@ -98,12 +96,13 @@ class Look:
         first = self._one(trained, fixed, 0)[0]  # names what is wrong with the loss, and is what mapping is held against
 
         def other(ks: Ids, found: tuple[Tensor, Tensor]) -> str | None:
-            if not ks[0] and not _close(found[0][0], first):
+            if not ks[0] and not _close(found[0][0], first, self._eps):
                 return "it gives another gradient than autograd for the first sample"
             return self._other_losses(ks, found[1], {**trained, **fixed})
 
         for rows in self._rows():
-            yield rows, *self._over(rows, mapped, lambda k: self._one(trained, fixed, k), other)
+            g, losses = self._over(rows, mapped, lambda k: self._one(trained, fixed, k), other)
+            yield rows, _wide(g), _wide(losses)
 
     def losses(self, weights: Weights = None) -> Tensor:
         """Return the loss of every sample, ``[n]``."""
@@ -118,12 +117,16 @@ class Look:
         """Return the plain gradient of every validation loss, ``[sets, P]``, in the order of the mapping."""
         import torch
 
+        wrong = [name for name, loss in validation.items() if not callable(loss)]
+        if wrong:
+            shown = f"a {type(validation[wrong[0]]).__name__}"
+            raise ValidationError(f"validation {wrong[0]!r} is {shown}; it must be a function of the model that returns its loss")
         trained, fixed = self._at(weights)
         found = []
         for name, loss in validation.items():
             leaves = {n: w.clone().requires_grad_() for n, w in trained.items()}
             value = self._call(partial(_without_sample, loss), {**leaves, **fixed}, None)
-            found.append(_gradient(f"validation {name!r}", value, list(leaves.values())))
+            found.append(_wide(_gradient(f"validation {name!r}", value, list(leaves.values()))))
         return torch.stack(found)
 
     def hessian_product(self, vector: Tensor, ks: Ids) -> Tensor:
@@ -136,7 +139,7 @@ class Look:
             leaves = {n: w.clone().requires_grad_() for n, w in trained.items()}
             loss = self._losses(ks[start : start + HESSIAN_SAMPLES], {**leaves, **fixed}).sum() / len(ks)
             first = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True, materialize_grads=True)
-            slope = torch.cat([g.flatten() for g in first]) @ vector
+            slope = torch.cat([g.flatten() for g in first]).to(vector) @ vector
             if slope.requires_grad:  # not so for losses that are linear in the weights
                 second = torch.autograd.grad(slope, list(leaves.values()), allow_unused=True, materialize_grads=True)
                 total += torch.cat([g.flatten() for g in second])
@@ -144,14 +147,40 @@ class Look:
 
     def like(self, rows: int) -> Tensor:
         """Return zeros ``[rows, P]`` in the dtype and at the place of gradients."""
-        return self._own[self._trained[0]].detach().new_zeros(rows, self.size)
+        import torch
+
+        own = [self._own[name] for name in self._trained]
+        widest = reduce(torch.promote_types, (w.dtype for w in own), torch.float32)
+        return own[0].detach().new_zeros(rows, self.size, dtype=widest)
 
     def _at(self, weights: Weights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what is differentiated and what is not, of a state dict or the model's own."""
-        at = {name: (self._own[name] if weights is None else weights.get(name, self._own[name])).detach() for name in self._own}
+        """Return what is differentiated and what is not, of a state dict or the model's own.
+
+        Copies, in the dtype of the model: a forward may write to its buffers (counters) and even to its parameters
+        (``max_norm`` of embeddings). What a state dict leaves out is the model's own, but for what training changes.
+        """
         if weights is not None:
-            self.flat(weights, "checkpoints")
+            self._check(weights, [*self._trained, *(n for n in _statistics(self.model) if n in self._own)], "checkpoints")
+        given = self._own if weights is None else {**self._own, **{n: weights[n] for n in self._own if n in weights}}
+        at = {name: given[name].detach().to(own, copy=True) for name, own in self._own.items()}
         return {n: at[n] for n in self._trained}, {n: w for n, w in at.items() if n not in self.shapes}
+
+    def _check(self, named: Mapping[str, Tensor], needed: Iterable[str], what: str) -> None:
+        """Raise ConfigurationError unless there is a tensor for all that is needed, and all tensors have the model's shapes."""
+        import torch
+
+        if not isinstance(named, Mapping):
+            raise ConfigurationError(f"{what}: got a {type(named).__name__} where tensors by name are wanted, as in a state dict")
+        wrong = [
+            name
+            for name in dict.fromkeys([*needed, *(n for n in self._own if n in named)])
+            if not isinstance(named.get(name), torch.Tensor) or named[name].shape != self._own[name].shape
+        ]
+        if wrong:
+            raise ConfigurationError(
+                f"{what}: no tensor of the model's shape for {', '.join(wrong[:3])}; it has {len(named)} names, and needs those of "
+                "the model's own: state_dict() has them"
+            )
 
     def _rows(self) -> Iterator[slice]:
         size = max(1, min(MOST_SAMPLES, BLOCK_NUMBERS // self.size))
@@ -172,6 +201,7 @@ class Look:
         numbers = np.arange(ks.start, ks.stop) if isinstance(ks, slice) else ks
         if self._mapped is None:
             self._mapped = True
+            self._see_precision()
             self._try_a_number_that_is_no_key()
         if self._mapped:
             try:
@@ -198,6 +228,20 @@ class Look:
         self._mapped = False
         log.warning("samples are taken one at a time, because torch.func.vmap cannot map over them: %s", why)
 
+    def _see_precision(self) -> None:
+        """Note the fewest bits that the first sample's forward computes with: under autocast, fewer than its parameters have."""
+        import torch
+
+        def note(kept: Tensor) -> Tensor:
+            if kept.is_floating_point():
+                self._eps = max(self._eps, _eps(kept))
+            return kept
+
+        trained, fixed = self._at(None)
+        leaves = {n: w.requires_grad_() for n, w in trained.items()}
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+            self._call(self.sample_loss, {**leaves, **fixed}, 0)
+
     def _try_a_number_that_is_no_key(self) -> None:
         """Give up mapping if the loss looks k up in a dict or set: a tensor is never found there, and nothing would be raised."""
         import torch
@@ -205,7 +249,8 @@ class Look:
         k = torch.tensor(0, device=self._own[self._trained[0]].device).as_subclass(_number_that_is_no_key())
         try:
             with torch.no_grad():
-                self._call(self.sample_loss, self._own, k)
+                trained, fixed = self._at(None)
+                self._call(self.sample_loss, {**trained, **fixed}, k)
         except _UsedAsKeyError:
             self._give_up_mapping("sample_loss looks k up in a dict or a set, or makes text of it")
         except UNMAPPABLE:
@@ -220,13 +265,15 @@ class Look:
             _check_scalar(self._named(int(ks[0])), losses[0])
         inner = self._draw.permutation(np.arange(1, len(ks) - 1))[: HELD_AGAINST - 2]
         # Kernels of a batch round otherwise than those of one sample; losses near 0 are differences of larger numbers.
-        eps = torch.finfo(losses.dtype).eps
+        eps = max(self._eps, _eps(losses))
+        # In half precision so many would be as much as the losses themselves.
+        near, far = (64, 64) if eps < 1e-4 else (4, 16)
         scale = max(1.0, float(losses.abs().max().nan_to_num(1.0, 1.0)))
         for i in sorted({0, *inner.tolist(), len(ks) - 1}):
             with torch.no_grad():
                 plain = self._call(self.sample_loss, weights, int(ks[i])).detach()
             _check_scalar(self._named(int(ks[i])), plain)
-            if not torch.isclose(losses[i], plain, rtol=max(1e-3, 64 * eps), atol=64 * eps * scale, equal_nan=True):
+            if not torch.isclose(losses[i], plain, rtol=max(1e-3, far * eps), atol=near * eps * scale, equal_nan=True):
                 return f"it gives {float(losses[i]):.6g} as {self._named(int(ks[i]))}, a plain call {float(plain):.6g}"
         return None
 
@@ -264,7 +311,7 @@ class Look:
 def looking(model: nn.Module, sample_loss: SampleLoss, sample_ids: Ids) -> Iterator[Look]:
     """Look at single samples: the model is in evaluation mode meanwhile (one sample is no batch to take statistics of).
 
-    Every module goes back to its own mode; parameters, buffers and ``.grad`` are not written to.
+    Every module goes back to its own mode; parameters, buffers, ``.grad`` and torch's random state are left as they were.
 
     Args:
         model: Its trainable parameters are what gradients are taken of.
@@ -282,11 +329,15 @@ def looking(model: nn.Module, sample_loss: SampleLoss, sample_ids: Ids) -> Itera
     model.eval()
     try:
         # The fused attention kernels of CPUs have no rule for vmap, and no second derivative.
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(_cuda_devices(model)):
             yield Look(model, sample_loss, sample_ids, own, trained)
     finally:
         for module, training in before:
             module.training = training
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
 
 
 def _wrapped(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor]) -> nn.Module:
@@ -337,9 +388,37 @@ def _flat(found: tuple[Mapping[str, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     return torch.cat([g.flatten() for g in found[0].values()]), found[1]
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    # Kernels of a batch round otherwise than those of one sample; a thousandth is far above that and far below a real fault.
-    return bool((a - b).norm() <= 1e-3 * b.norm() + 1e-12)
+def _close(a: Tensor, b: Tensor, eps: float) -> bool:
+    # Kernels of a batch round otherwise than those of one sample; a thousandth is far above that and far below a real fault. In
+    # half precision, whose eps is as much, gradients of the two ways were up to 1.3 eps apart (120 small nets).
+    a, b = _wide(a), _wide(b)
+    return bool((a - b).norm() <= max(1e-3, 16 * eps) * b.norm() + 1e-12)
+
+
+def _eps(numbers: Tensor) -> float:
+    import torch
+
+    return float(torch.finfo(numbers.dtype).eps)
+
+
+def _wide(numbers: Tensor) -> Tensor:
+    """Return numbers in float32 at least: sums of thousands in half precision lose the small ones."""
+    import torch
+
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
+def _statistics(model: nn.Module) -> list[str]:
+    """Return the names of the running means and variances of norms: buffers that training changes."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for name in ("running_mean", "running_var")
+        if getattr(module, name) is not None
+    ]
 
 
 def _check_scalar(what: str, loss: Any) -> None:
@@ -363,12 +442,3 @@ def _gradient(what: str, loss: Tensor, leaves: list[Tensor]) -> Tensor:
 def _short(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
-
-
-def one_each(baseline: str, checkpoints: Sequence[Any], **given: Sequence[Any]) -> None:
-    """Raise ConfigurationError unless there are checkpoints, and one of everything else for each."""
-    if not len(checkpoints):
-        raise ConfigurationError(f"{baseline}: checkpoints is empty; give at least one state dict")
-    for name, values in given.items():
-        if len(values) != len(checkpoints):
-            raise ConfigurationError(f"{baseline}: {len(checkpoints)} checkpoints, but {len(values)} {name}; give one for each")

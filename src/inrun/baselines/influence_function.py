@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from inrun.baselines.checks import at_least
 from inrun.baselines.gradients import Look, looking
 from inrun.baselines.kronecker import KroneckerFisher
 from inrun.baselines.registry import Ids, register
@@ -63,6 +64,8 @@ def influence_function(
     """
     if curvature not in CURVATURES:
         raise ConfigurationError(f"influence_function: unknown curvature {curvature!r}; available: {', '.join(CURVATURES)}")
+    at_least("influence_function", 0, damping=damping or 0.0, tolerance=tolerance)
+    at_least("influence_function", 1, iterations=iterations, curvature_samples=curvature_samples)
     found = np.zeros((len(validation), len(sample_ids)))
     with looking(model, sample_loss, sample_ids) as look:
         g_val = look.validation(validation)

@@ -98,15 +98,32 @@ def _nearest(a: Matrix, b: Matrix) -> Iterator[tuple[slice, Ids]]:
     """Yield blocks of validation points, and the samples by their distance from each, ``[block, n]``."""
     centre = a.mean(0)  # the difference of two large squares would lose what tells samples apart
     # Each distinct row once: a matrix product rounds by where a row stands, and twins would come in any order. (−0 is 0.)
-    a, place = np.unique(a - centre + 0.0, axis=0, return_inverse=True)
-    b = b - centre
-    squares = (a * a).sum(1)
+    distinct, place = np.unique(a + 0.0, axis=0, return_inverse=True)
+    near_a, near_b = distinct - centre, b - centre
+    squares = (near_a * near_a).sum(1)
+    # How far the product below may be off, generously: rounding of a sum of d products, and of the centred numbers.
+    slack = 4 * (a.shape[1] + 4) * np.finfo(np.float64).eps * (squares.max() + (near_b * near_b).sum(1))
     size = max(BLOCK // len(place), 1)
     for start in range(0, len(b), size):
         rows = slice(start, start + size)
         # The square of the validation point itself is the same for all samples.
-        distances = squares - 2 * (b[rows] @ a.T)
-        yield rows, np.argsort(distances[:, place], axis=1, kind="stable")
+        distances = (squares - 2 * (near_b[rows] @ near_a.T))[:, place]
+        order = np.argsort(distances, axis=1, kind="stable")
+        for i, ranked in enumerate(np.take_along_axis(distances, order, 1)):
+            _settle(a, b[start + i], order[i], ranked, slack[start + i])
+        yield rows, order
+
+
+def _settle(a: Matrix, point: npt.NDArray[np.float64], order: Ids, ranked: npt.NDArray[np.float64], slack: float) -> None:
+    """Put samples whose distances ``ranked`` lie within rounding into the order of Σ (a − b)² as it is, in place."""
+    close = np.diff(ranked) <= slack
+    if not close.any():
+        return
+    run = np.concatenate([[0], np.cumsum(~close)])  # samples of one run cannot be told apart by the product
+    mine = np.flatnonzero(np.concatenate([[False], close]) | np.concatenate([close, [False]]))
+    samples = order[mine]
+    exact = np.concatenate([((a[part] - point) ** 2).sum(1) for part in np.array_split(samples, -(-len(samples) // 1024))])
+    order[mine] = samples[np.lexsort((samples, exact, run[mine]))]
 
 
 def _hard(match: Matrix, k: int) -> Matrix:

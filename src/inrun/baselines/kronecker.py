@@ -51,8 +51,10 @@ class KroneckerFisher:
         for name, matrix in _matrices(self._look, vectors).items():
             values, (left, right) = self.eigenvalues[name], self._bases[name]
             damp = values.mean() / 10 if damping is None else damping
-            # A parameter that no sample moves has no curvature; without damping nothing can be said along it.
-            turned = (_turn(matrix, left, right) / (values + damp)).where(values + damp > 0, 0.0)
+            # Where no sample moves a parameter there is no curvature; without damping nothing can be said along it. What is left of
+            # such an eigenvalue is the square of a rounding error.
+            nothing = values.max() * (64 * torch.finfo(values.dtype).eps) ** 2
+            turned = (_turn(matrix, left, right) / (values + damp)).where(values + damp > nothing, 0.0)
             parts.append(_turn(turned, _back(left), _back(right)).flatten(1))
         return torch.cat(parts, dim=1)
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from inrun.baselines.checks import at_least, one_each, rates
 from inrun.baselines.gradient_cosine import unit
-from inrun.baselines.gradients import looking, one_each
+from inrun.baselines.gradients import looking
 from inrun.baselines.projection import Projection
 from inrun.baselines.registry import Ids, register
 from inrun.errors import ConfigurationError
@@ -60,9 +61,12 @@ def less(
         dimension: Of the projection.
         seed: Of the projection.
     """
-    one_each("less", checkpoints, lrs=lrs, second_moments=second_moments, steps=steps, first_moments=first_moments or checkpoints)
-    if sum(lrs) <= 0:
-        raise ConfigurationError(f"less: the learning rates {list(lrs)[:5]} are the checkpoints' weights; one must be above 0")
+    moments = {"second_moments": second_moments} | ({} if first_moments is None else {"first_moments": first_moments})
+    one_each("less", checkpoints, lrs=lrs, steps=steps, **moments)
+    rate = rates("less", lrs)
+    if sum(rate) <= 0:
+        raise ConfigurationError(f"less: the learning rates {rate[:5]} are the checkpoints' weights; one must be above 0")
+    at_least("less", 0, **{f"steps[{c}]": float(t) for c, t in enumerate(steps)})
     found = np.zeros((len(validation), len(sample_ids)))
     with looking(model, sample_loss, sample_ids) as look:
         project = Projection(look.size, dimension, seed)
@@ -72,7 +76,7 @@ def less(
             g_val = unit(project(look.validation(validation, weights)))
             for rows, g in look.blocks(weights):
                 moves = unit(project(adam_move(g, m, v, steps[c], betas, eps)))
-                found[:, rows] += lrs[c] / sum(lrs) * (g_val @ moves.T).double().cpu().numpy()
+                found[:, rows] += rate[c] / sum(rate) * (g_val @ moves.T).double().cpu().numpy()
     return dict(zip(validation, found, strict=True))
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from inrun.baselines.gradients import looking, one_each
+from inrun.baselines.checks import one_each
+from inrun.baselines.gradients import looking
 from inrun.baselines.registry import Ids, register
 
 if TYPE_CHECKING:

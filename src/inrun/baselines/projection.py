@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from inrun.baselines.checks import at_least
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -20,6 +22,7 @@ class Projection:
         """Draw places and signs, ``[P]`` each, for P = ``size``."""
         import torch
 
+        at_least("projection", 1, dimension=dimension)
         generator = torch.Generator().manual_seed(seed)
         self.dimension = min(size, dimension)
         self._exact = size <= dimension

@@ -103,6 +103,9 @@ def run(name: str, sample_ids: npt.ArrayLike, validation: Any, **given: Any) -> 
     sets = dict(validation) if isinstance(validation, Mapping) else {"validation": validation}
     if not sets:
         raise ConfigurationError("there is no validation set to score for; give at least one, by name")
+    wrong = [label for label in sets if not isinstance(label, str)]
+    if wrong:
+        raise ConfigurationError(f"a validation set is called {wrong[0]!r}, a {type(wrong[0]).__name__}; names must be text")
     found = baseline.compute(ids, sets, **given)
     order = np.argsort(ids, kind="stable")
     tables = [_table(ids[order], label, _checked_scores(baseline, ids, label, found)[order]) for label in sorted(sets)]

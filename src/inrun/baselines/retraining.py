@@ -51,13 +51,22 @@ class Checked:
         if not isinstance(found, Mapping) or found.keys() != self.names:
             shown = f"numbers for {_listed(found)}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
             raise ValidationError(f"{where}: got {shown}; it must return one number for each of {_listed(self.names)}, by name")
-        numbers = {name: float(value) for name, value in found.items()}
+        numbers = {name: _number(where, name, value) for name, value in found.items()}
         wrong = [name for name, value in numbers.items() if not math.isfinite(value)]
         if wrong:
             raise ValidationError(
                 f"{where}: {wrong[0]!r} is {numbers[wrong[0]]}; return a finite number also where training diverges"
             )
         return numbers
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+        raise ValidationError(
+            f"{where}: {name!r} is a {type(value).__name__}, not a number ({error}); return one number"
+        ) from error
 
 
 class Task(Protocol):
@@ -158,7 +167,7 @@ class Cell:
             kept = json.loads(self.path.read_bytes())
         except (FileNotFoundError, ValueError):
             return None
-        if not isinstance(kept, dict) or kept.get("key") != self.key:
+        if not isinstance(kept, dict) or kept.get("key") != self.key or not isinstance(kept.get("found"), dict):
             return None
         found: dict[str, Any] = kept["found"]
         if found.keys() != names:

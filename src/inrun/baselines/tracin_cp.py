@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from inrun.baselines.gradients import looking, one_each
+from inrun.baselines.checks import one_each, rates
+from inrun.baselines.gradients import looking
 from inrun.baselines.registry import Ids, register
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def tracin_cp(
         lrs: The learning rate at every checkpoint.
     """
     one_each("tracin_cp", checkpoints, lrs=lrs)
+    weights_of = rates("tracin_cp", lrs)
     found = np.zeros((len(validation), len(sample_ids)))
     with looking(model, sample_loss, sample_ids) as look:
-        for weights, lr in zip(checkpoints, lrs, strict=True):
+        for weights, lr in zip(checkpoints, weights_of, strict=True):
             g_val = look.validation(validation, weights)
             for rows, g in look.blocks(weights):
                 found[:, rows] += lr * (g_val @ g.T).double().cpu().numpy()

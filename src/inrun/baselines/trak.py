@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from inrun.baselines.checks import at_least, one_each
 from inrun.baselines.extra import need
-from inrun.baselines.gradients import Look, looking, one_each
+from inrun.baselines.gradients import Look, looking
 from inrun.baselines.projection import Projection
 from inrun.baselines.registry import Ids, register
-from inrun.errors import ConfigurationError
+from inrun.errors import ConfigurationError, ValidationError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,6 +60,7 @@ def trak(
     one_each("trak", checkpoints)
     if output not in OUTPUTS:
         raise ConfigurationError(f"trak: unknown output {output!r}; available: {', '.join(OUTPUTS)}")
+    at_least("trak", 0, damping=damping)
     computers = need("trak.score_computers", "trak")
     import torch
 
@@ -67,6 +69,11 @@ def trak(
     with looking(model, sample_loss, sample_ids) as look:
         for c, weights in enumerate(checkpoints):
             project = Projection(look.size, dimension, seed + c)
+            if not damping and len(sample_ids) < project.dimension:
+                raise ConfigurationError(
+                    f"trak: damping=0 with {len(sample_ids)} samples in {project.dimension} dimensions, where ΦᵀΦ has no inverse; "
+                    "give some damping, more samples or a smaller dimension"
+                )
             features, q = _features(look, weights, project, output)
             target = project(look.validation(validation, weights)).float().cpu()
             # Single precision is kept in range; traker's scaled inverse is the same for it, and the target takes the factor back.
@@ -87,7 +94,13 @@ def _features(look: Look, weights: Mapping[str, Tensor], project: Projection, ou
     import torch
 
     features, q = [], []
-    for _, g, losses in look.blocks_with_losses(weights):
+    for rows, g, losses in look.blocks_with_losses(weights):
+        if output == "margin" and bool((losses < -1e-6).any()):
+            worst = int(losses.argmin())
+            raise ValidationError(
+                f"trak: the loss of sample {look.ids[rows][worst]} is {float(losses[worst]):.4g}, so exp(−loss) is no probability, "
+                "and there is no margin; give output='loss'"
+            )
         # 1 − exp(−ℓ) without cancellation; a loss of 0, whose gradient is 0 too, must not give 0 / 0.
         rest = (-torch.expm1(-losses)).clamp_min(1e-6) if output == "margin" else torch.ones_like(losses)
         features.append((project(g) / rest[:, None]).float().cpu())

@@ -70,6 +70,10 @@ def reproduce(
     torch.set_num_threads(threads)
     folder = out or Path("runs") / "reproduce" / f"{name}-{size}"
     cells = folder / "cells"
+    try:
+        cells.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # now, not when there is something to keep
+        raise click.UsageError(f"--out: cannot write to {folder}: {error.strerror}; give another folder") from error
     if fresh:
         for kept in cells.rglob("*.json"):
             kept.unlink()

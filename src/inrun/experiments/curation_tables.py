@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from inrun.experiments.figures import pyplot
-from inrun.experiments.recipes import Table
+from inrun.experiments.recipes import Table, shown
 from inrun.experiments.text_runs import TITLES, TextRun
 
 Cell = dict[str, Any]
@@ -74,8 +75,10 @@ def _random_of(cell: Cell) -> float | None:
 
 
 def spread(values: Any, form: str = ".3f") -> str:
-    """Return mean and standard deviation, without the latter for one value."""
+    """Return mean and standard deviation, without the latter for one value; a dash where a value is not defined."""
     x = np.asarray(values, float)
+    if not np.isfinite(x).all():
+        return shown(math.nan)
     return f"{x.mean():{form}}" + (f" ± {x.std(ddof=1):{form.lstrip('+')}}" if len(x) > 1 else "")
 
 

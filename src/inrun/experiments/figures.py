@@ -11,6 +11,11 @@ DOMAIN_COLOURS: tuple[str, ...] = ("#0b3954", "#c98a00", "#4f9d69", "#b3446c", "
 DOMAIN_COLOURS += ("#355c7d", "#e0b04a", "#7b2d26", "#8fb8de", "#5f6f52", "#c77dff", "#888888")
 
 
+def literal(text: str) -> str:
+    """Return text that Matplotlib draws as it is: between two dollar signs it would see a formula, and stop where it is none."""
+    return text.replace("$", r"\$")
+
+
 def pyplot() -> Any:
     """Return ``matplotlib.pyplot`` that draws into files."""
     try:

@@ -191,15 +191,28 @@ class Utility:
     always: tuple[int, ...] = ()
     #: Which samples positions count; all, unless given.
     among: tuple[int, ...] | None = None
+    #: Of torch, where it was made: joblib gives its processes others, and sums depend on them.
+    threads: int = field(default_factory=torch.get_num_threads)
 
     def __call__(self, positions: npt.NDArray[np.int64], seed: int) -> dict[str, float]:
         """Return minus the validation loss after training."""
         own = np.asarray(positions) if self.among is None else np.asarray(self.among)[positions]
         chosen = np.sort(np.concatenate([own, np.asarray(self.always, np.int64)])).astype(np.int64)
         # Training seeds are below 2³² and serve torch's generators as they are.
-        model = self.subject.trained(chosen, seed).eval()
-        with torch.no_grad():
-            return {"validation": -float(self.subject.validation_loss(model))}
+        with _threads(self.threads):
+            model = self.subject.trained(chosen, seed).eval()
+            with torch.no_grad():
+                return {"validation": -float(self.subject.validation_loss(model))}
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +51,48 @@ def load_images(work: Work) -> Images:
     if work.data is None:
         return _digits()
     if (work.data / NPZ).exists():
-        with np.load(work.data / NPZ) as arrays:
-            return _cifar(arrays["train_x"], arrays["train_y"], arrays["test_x"], arrays["test_y"])
+        return _stamped(work, *_read_npz(work.data / NPZ))
     for folder in (work.data, work.data / FOLDER):
         if (folder / TRAIN[0]).exists():
-            return _cifar(
-                *_first(*read_batches(folder, TRAIN), TRAIN_PER_CLASS), *_first(*read_batches(folder, TEST), TEST_PER_CLASS)
-            )
+            train, test = read_batches(folder, TRAIN), read_batches(folder, TEST)
+            return _stamped(work, *_first(*train, TRAIN_PER_CLASS), *_first(*test, TEST_PER_CLASS))
     raise ConfigurationError(
         f"{work.data} has neither {NPZ} nor the official batches ({TRAIN[0]} ..., or {FOLDER}/), which {work.name} reads; "
         "give --data a folder that has them, or leave --data out: scikit-learn's digits serve instead"
     )
+
+
+def _read_npz(path: Path) -> tuple[Any, Any, Any, Any]:
+    """Return images ``[n, h, w, 3]`` and labels ``[n]`` for training, and likewise for testing."""
+    names = ("train_x", "train_y", "test_x", "test_y")
+    try:
+        if not zipfile.is_zipfile(path):  # numpy would leave it open
+            raise ValueError("it is no zip archive")
+        with np.load(path) as arrays:
+            found = [np.asarray(arrays[name]) for name in names]
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; expected are arrays {', '.join(names)}, as numpy.savez writes them"
+        ) from error
+    for x, y in (found[:2], found[2:]):
+        square = x.ndim == 4 and x.shape[1] == x.shape[2] and x.shape[3] == 3
+        classes = y.dtype.kind in "iu" and y.shape == x.shape[:1] and len(y) and y.min() >= 0 and y.max() < CLASSES
+        if x.dtype != np.uint8 or not square or not classes:
+            raise ConfigurationError(
+                f"{path} has images {x.dtype} {list(x.shape)} with labels {y.dtype} {list(y.shape)}; images must be uint8 "
+                f"[n, h, h, 3], labels integers [n] from 0 to {CLASSES - 1}"
+            )
+    return found[0], found[1], found[2], found[3]
+
+
+def _stamped(work: Work, *arrays: npt.NDArray[Any]) -> Images:
+    """Return the data set, once the cells that are kept are known to be of it."""
+    hashed = hashlib.sha256()
+    for array in arrays:
+        hashed.update(hashlib.sha256(np.ascontiguousarray(array, np.uint8).tobytes()).digest())
+    images = _cifar(*arrays)
+    work.made_from(images.name, hashed.hexdigest())
+    return images
 
 
 def _first(x: npt.NDArray[np.uint8], y: Array, per_class: int) -> tuple[npt.NDArray[np.uint8], Array]:

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from inrun.experiments.recipes import RECIPES, Findings, Work
+from inrun.experiments.recipes import RECIPES, Findings, Work, finite
 from inrun.files import Files, write_durably
 
 
@@ -21,7 +21,7 @@ def save(findings: Findings, work: Work, folder: Path, wall_seconds: float) -> l
         write_durably(Files(), written[-1], text.encode())
 
     put("results.json", json.dumps(findings.data, indent=1, sort_keys=True) + "\n")
-    put("timings.json", json.dumps(_timings(findings, work, wall_seconds), indent=1) + "\n")
+    put("timings.json", json.dumps(finite(_timings(findings, work, wall_seconds)), indent=1) + "\n")
     put("table.md", page(findings, work))
     if findings.draw is not None:
         written.append(folder / "figure.png")

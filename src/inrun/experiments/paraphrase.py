@@ -7,7 +7,7 @@ training documents are ranked by their scores for that one text, and the rank of
 from __future__ import annotations
 
 import functools
-import json
+import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from inrun.experiments.curation_tables import COLOURS
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
 from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
-from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
+from inrun.experiments.texts import Corpus, CorpusConfig, Encoder, Rows, read_corpus, read_jsonl
 
 FILE = "paraphrases.jsonl"
 #: From the closest to the farthest, with the paper's ranks out of about 320,000: first, second, influence function, BM25.
@@ -75,7 +75,8 @@ def run(config: ParaphraseConfig, work: Work) -> Findings:
         groups, where = _groups(work, config.originals, seed)
         corpus = read_corpus(work, config.corpus, seed)
         source = f"{corpus.source}; originals and rewrites: {where}"
-        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source}
+        # Cells without "half" are of rows in which the instruction left room for a third of it.
+        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source, "half": "whole"}
         found = work.cell(key, functools.partial(_ranks, config, corpus, groups, main, seed))
         cells += [{"way": way, "seed": seed, **found[way]} for way in config.ways if way in found]
     documents = cells[0]["documents"]
@@ -105,8 +106,12 @@ def _groups(work: Work, count: int, seed: int) -> tuple[list[_Group], str]:
     path = work.data / FILE
     if not path.exists():
         raise ConfigurationError(f"{work.data} has no {FILE}; leave --data out, and Python's own text serves instead")
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [_checked_group(path, number, group) for number, group in read_jsonl(path)]
     text_of = {group["id"]: group["original"] for group in found}
+    alone = next((g["id"] for g in found if g["similar_topic_id"] not in text_of), None)
+    if alone is not None:
+        raise ConfigurationError(f"{path}: the similar_topic_id of group {alone!r} is the id of no group in the file")
+    work.made_from(FILE, hashlib.sha256(path.read_bytes()).hexdigest())
     draw = np.random.default_rng([seed, 4])
     kinds = sorted({group["kind"] for group in found})
     chosen: list[dict[str, Any]] = []
@@ -119,7 +124,27 @@ def _groups(work: Work, count: int, seed: int) -> tuple[list[_Group], str]:
         if fits and group["id"] not in taken and group["similar_topic_id"] not in taken:
             chosen.append(group)
             taken |= {group["id"], group["similar_topic_id"]}
+    if len(chosen) < count:
+        raise ConfigurationError(
+            f"{path} has {len(chosen)} originals none of which is on the topic of another, {count} are needed; add groups"
+        )
     return [_read_group(group, text_of) for group in chosen], FILE
+
+
+def _checked_group(path: Path, number: int, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group, or raise ConfigurationError where something is missing."""
+    texts = all(isinstance(group.get(name), str) for name in ("id", "kind", "original", "similar_topic_id"))
+    others = group.get("paraphrases")
+    if not texts or not isinstance(others, list) or not others or not all(_is_paraphrase(p) for p in others):
+        raise ConfigurationError(
+            f"{path}, line {number}: a group has id, kind, original and similar_topic_id, all text, and one or more paraphrases, "
+            "each with text and fourgram_overlap"
+        )
+    return group
+
+
+def _is_paraphrase(given: Any) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("text"), str) and isinstance(given.get("fourgram_overlap"), int | float)
 
 
 def _read_group(group: dict[str, Any], text_of: dict[str, str]) -> _Group:
@@ -147,9 +172,8 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
     rows = corpus.train.and_also(originals)
     validation: dict[str, Rows] = {}
     for i, group in enumerate(groups):
-        ids = encode.ids(group.original)
-        half = encode.text(ids[: len(ids) // 2])
-        texts = {"exact copy": group.original, "half of it in an instruction": INSTRUCTION[: 2 * len(half)] + half, **group.others}
+        instructed = in_instruction(encode, group.original)
+        texts = {"exact copy": group.original, "half of it in an instruction": instructed, **group.others}
         for level in LEVELS:
             validation[f"{level} {i}"] = encode.rows([texts[level]], [ORIGINALS])
     options = {"sketch": config.sketch} if main == "whole" else {}
@@ -164,6 +188,15 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
         }
         for way, scores in found.items()
     }
+
+
+def in_instruction(encode: Encoder, text: str) -> str:
+    """Return half of what a row has of a text, behind as much of the instruction's end as leaves room for all of it in a row."""
+    ids = encode.ids(text)
+    half, lead = encode.text(ids[: len(ids) // 2]), INSTRUCTION
+    while lead and not encode.text(encode.ids(lead + half)).endswith(half):
+        lead = lead[1:]
+    return lead + half
 
 
 def _rank(scores: Values, place: int) -> float:

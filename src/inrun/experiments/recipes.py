@@ -27,6 +27,8 @@ from inrun.errors import ConfigurationError
 from inrun.files import Files, write_durably
 
 Tell = Callable[[str, int, int], None]
+#: The file in the folder of cells that says which data they were made from.
+STAMP = "data.json"
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,22 @@ class Table:
 
     def markdown(self) -> str:
         """Return it as Markdown."""
-        lines = [f"### {self.title}", "", _line(self.columns), _line(["---"] * len(self.columns))]
+        lines = [f"### {_harmless(self.title)}", "", _line(self.columns), _line(["---"] * len(self.columns))]
         lines += [_line([shown(x) for x in row]) for row in self.rows]
         return "\n".join([*lines, *(["", self.caption] if self.caption else [])]) + "\n"
 
 
+#: A backslash before the one that escapes a bar would free the bar.
+_ENTITIES = str.maketrans({"<": "&lt;", "[": "&#91;", "\\": "&#92;"})
+
+
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(_harmless(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _harmless(text: str) -> str:
+    """Return text of one line that opens no tag and no link, and escapes nothing: names of domains come from files."""
+    return " ".join(text.translate(_ENTITIES).splitlines())
 
 
 def shown(value: object) -> str:
@@ -134,10 +145,9 @@ class Work:
         text = json.dumps({"experiment": self.name, **key}, sort_keys=True, default=plain)
         label = ", ".join(f"{k} {v}" for k, v in key.items() if isinstance(v, str | int | float))
         place = None if self.cells is None else self.cells / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
-        if place is not None and place.exists():
-            kept = json.loads(place.read_text(encoding="utf-8"))
-            if kept["key"] == json.loads(text):
-                return kept["found"]
+        kept = None if place is None else _kept(place)
+        if kept is not None and kept["key"] == json.loads(text):
+            return kept["found"]
         began = time.process_time()
         found = json.loads(json.dumps(compute(), default=plain))
         self.seconds[label or text] = time.process_time() - began
@@ -146,6 +156,29 @@ class Work:
             body = json.dumps({"key": json.loads(text), "found": found}, indent=1) + "\n"
             write_durably(Files(), place, body.encode(), shared=True)
         return found
+
+    def made_from(self, name: str, digest: str) -> None:
+        """Note what data cells are made from; an error where those that are kept were made from other data of the same name.
+
+        Args:
+            name: What cells know the data by.
+            digest: Of its content.
+        """
+        if self.cells is None:
+            return
+        place = self.cells / STAMP
+        stamp = _read_json(place)
+        known = stamp if isinstance(stamp, dict) else {}
+        # Where nothing was found yet, for the data was not what it should be, say, it may be mended.
+        if known.get(name, digest) != digest and any(kept != place for kept in self.cells.rglob("*.json")):
+            raise ConfigurationError(
+                f"{self.cells} keeps results made from another {name} than this one; give another --out, or --fresh to compute "
+                "everything again"
+            )
+        if known.get(name) != digest:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            body = json.dumps({**known, name: digest}, indent=1, sort_keys=True) + "\n"
+            write_durably(Files(), place, body.encode(), shared=True)
 
     def need(self, *names: str) -> Path | None:
         """Return the folder of data if it has all of these files; None without ``--data``; an error that names what is missing."""
@@ -158,6 +191,28 @@ class Work:
                 "or leave --data out: what is installed serves instead"
             )
         return self.data
+
+
+def _read_json(path: Path) -> Any:
+    """Return what a file holds; None where there is none, or it is broken."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    kept = _read_json(path)
+    return kept if isinstance(kept, dict) and {"key", "found"} <= kept.keys() else None
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with None for numbers that are not finite, such as the correlation of a constant: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plain(value: Any) -> Any:
@@ -179,5 +234,5 @@ def run(name: str, size: str, work: Work) -> Findings:
     config = module.SIZES[size]
     found: Findings = module.run(config, work)
     found.data = {"experiment": name, "size": size, "seeds": list(work.seeds), "config": config, **found.data}
-    found.data = json.loads(json.dumps(found.data, default=plain))
+    found.data = finite(json.loads(json.dumps(found.data, default=plain)))
     return found

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inrun.experiments import mislabel
+from inrun.experiments.figures import pyplot
 from inrun.experiments.image_methods import Scores, Vector, label_of
 from inrun.experiments.image_scores import SUBSETS, Scored, Setting
 from inrun.experiments.image_training import accuracy
@@ -173,11 +174,7 @@ _DRAWN = (
 
 
 def _draw(path: Path, shares: tuple[float, ...], found: dict[str, list[list[float]]], everything: list[float]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     drawn = [name for name in _DRAWN if name in found]
     for k, name in enumerate(drawn):

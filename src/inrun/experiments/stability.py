@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inrun.experiments.figures import pyplot
 from inrun.experiments.image_methods import Budget, Scores, Vector, in_run, label_of, training_again
 from inrun.experiments.image_scores import Scored, Setting
 from inrun.experiments.image_training import Net, Training
@@ -140,11 +141,7 @@ def _notes(config: StabilityConfig, trainings: int) -> list[str]:
 
 
 def _draw(path: Path, found: dict[str, list[float]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8.5, 0.36 * len(found) + 1.2), layout="constrained")
     names = list(reversed(found))
     means, errors = zip(*(mean_and_std(found[name]) for name in names), strict=True)

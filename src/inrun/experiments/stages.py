@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from inrun.experiments.curation_tables import spread
-from inrun.experiments.figures import DOMAIN_COLOURS, pyplot
+from inrun.experiments.figures import DOMAIN_COLOURS, literal, pyplot
 from inrun.experiments.recipes import Findings, Table, Work
 from inrun.experiments.text_runs import TITLES, Scoring, TextRun, order, train
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
@@ -145,19 +145,22 @@ def _draw(cells: list[dict[str, Any]], path: Path) -> None:
         found = np.mean([shares(np.array(c["sums"][name])) for c in mine], axis=0)
         part = 100 * (np.arange(len(found)) + 1) / len(found)
         colours = [DOMAIN_COLOURS[i % len(DOMAIN_COLOURS)] for i in range(len(domains))]
-        axes[0][column].stackplot(part, found.T, labels=domains, colors=colours)
-        axes[0][column].set(title=f"validation: {name}", ylim=(0, 1), xlim=(part[0], 100), ylabel="share of positive value so far")
+        axes[0][column].stackplot(part, found.T, labels=[literal(d) for d in domains], colors=colours)
+        axes[0][column].set_title(f"validation: {literal(name)}")
+        axes[0][column].set(ylim=(0, 1), xlim=(part[0], 100), ylabel="share of positive value so far")
         means = np.mean([np.array(c["sums"][name]) / np.maximum(1, np.array(c["uses"])) for c in mine], axis=0)
         # The matching domain and the two next ones in colour; the rest, whose means are of a few uses, in grey.
         best = {*np.argsort(-means.sum(0), kind="stable")[:3].tolist(), domains.index(name)}
         for d, domain in enumerate(domains):
             style = {"color": colours[d] if d in best else "0.8", "lw": 2.4 if domain == name else 1.4 if d in best else 0.8}
             axes[1][column].plot(part, 1e3 * means[:, d], zorder=3 if d in best else 1, **style)
-        others = np.delete(means, [i for i, d in enumerate(domains) if d == name], axis=1).mean(1)
-        axes[1][column].plot(part, 1e3 * others, "k--", lw=1.4, label=f"mean of all but {name}", zorder=4)
+        others = np.delete(means, domains.index(name), axis=1)
+        if others.size:
+            label = f"mean of all but {literal(name)}"
+            axes[1][column].plot(part, 1e3 * others.mean(1), "k--", lw=1.4, label=label, zorder=4)
+            axes[1][column].legend(fontsize=8, frameon=False, loc="upper right")
         axes[1][column].axhline(0, color="0.6", lw=0.8, zorder=0)
         axes[1][column].set(xlabel="% of training", ylabel="mean value of a use (1e-3 nats)", xlim=(part[0], 100))
-        axes[1][column].legend(fontsize=8, frameon=False, loc="upper right")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=100)

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,8 +109,8 @@ class Corpus:
 
     @property
     def useful(self) -> list[str]:
-        """The domains that somebody would want a model to know."""
-        return [d for d in self.domains if d not in JUNK]
+        """The domains that somebody would want a model to know; all, where there are no others."""
+        return [d for d in self.domains if d not in JUNK] or self.domains
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,15 @@ class Encoder:
 
 def read_corpus(work: Work, config: CorpusConfig, seed: int) -> Corpus:
     """Draw documents of every domain, the same number of each, and held-out rows of other documents."""
-    source, found = _documents(work.data)
+    source, found, content = _documents(work.data)
+    work.made_from(source, content)
     draw = np.random.default_rng([seed, 1])
     domains = sorted({domain for domain, split in found if split == "train"})
+    if not 0 < len(domains) <= config.documents:
+        raise ConfigurationError(
+            f"{source} has documents of {len(domains)} domains to train on, where {config.documents} documents are drawn, the "
+            "same number of each domain; there must be a domain with split 'train', and no more domains than documents"
+        )
     wanted = {"train": config.documents // len(domains), "validation": config.validation_rows, "test": config.test_rows}
     drawn: dict[str, tuple[list[str], list[str]]] = {split: ([], []) for split in wanted}
     for domain in domains:
@@ -157,12 +166,24 @@ def read_corpus(work: Work, config: CorpusConfig, seed: int) -> Corpus:
     encode = Encoder(config.context, tokenizer)
     vocab = 256 if tokenizer is None else tokenizer.vocab_size
     rows = {split: encode.rows(*drawn[split]) for split in wanted}
+    for some in rows.values():
+        _check_targets(source, some)
     return Corpus(rows["train"], rows["validation"], rows["test"], vocab, source, encode)
 
 
+def _check_targets(source: str, rows: Rows) -> None:
+    """Raise ConfigurationError if a row has no token that another comes before: it has no loss."""
+    short = torch.nonzero((rows.tokens != PADDING).sum(1) < 2).ravel().tolist()
+    if short:
+        raise ConfigurationError(
+            f"{source} has a document of domain {rows.domains[short[0]]!r} with fewer than two tokens ({rows.texts[short[0]]!r}), "
+            "so that nothing is to be predicted; take such documents out of the file"
+        )
+
+
 @functools.cache
-def _documents(folder: Path | None) -> tuple[str, dict[tuple[str, str], list[str]]]:
-    """Return where texts are from, and all of them by domain and split."""
+def _documents(folder: Path | None) -> tuple[str, dict[tuple[str, str], list[str]], str]:
+    """Return where texts are from, all of them by domain and split, and a hash of them."""
     found: dict[tuple[str, str], list[str]] = {}
     if folder is None:
         for domain, split, text in _python_documents():
@@ -170,6 +191,7 @@ def _documents(folder: Path | None) -> tuple[str, dict[tuple[str, str], list[str
         return (
             "Python's own text (reference, source, docstrings and character tables of the installation); no --data was given",
             found,
+            digest_of(found),
         )
     path = next((folder / name for name in FILES if (folder / name).exists()), None)
     if path is None:
@@ -177,12 +199,53 @@ def _documents(folder: Path | None) -> tuple[str, dict[tuple[str, str], list[str
             f"{folder} has none of {', '.join(FILES)}: documents with text, domain and split, one JSON object a line; "
             "leave --data out, and Python's own text serves instead"
         )
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for line in file:
-            document = json.loads(line)
-            if document.get("split") in SPLITS:
-                found.setdefault((document["domain"], SPLITS[document["split"]]), []).append(document["text"])
-    return path.name, found
+    for number, document in read_jsonl(path):
+        kind, about, content = (document.get(name) for name in ("split", "domain", "text"))
+        if not isinstance(kind, str) or kind not in SPLITS:
+            continue
+        if not isinstance(about, str) or not isinstance(content, str):
+            kinds = f"domain is a {type(about).__name__} and text a {type(content).__name__}"
+            raise ConfigurationError(f"{path}, line {number}: {kinds}; both must be text")
+        found.setdefault((about, SPLITS[kind]), []).append(content)
+    return path.name, found, digest_of(found)
+
+
+def digest_of(found: Mapping[tuple[str, str], Sequence[str]]) -> str:
+    """Return a hash of texts by domain and split, in their order."""
+    hashed = hashlib.sha256()
+    for (domain, split), texts in sorted(found.items()):
+        for part in (domain, split, *texts):
+            hashed.update(hashlib.sha256(part.encode()).digest())
+        hashed.update(b".")
+    return hashed.hexdigest()
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file of one JSON object a line, perhaps compressed, with the numbers of their lines.
+
+    Empty lines are left out. Half of a pair of surrogates, which no encoding has, becomes the character for what is unknown.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _object(path, number, line)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}; expected is UTF-8 text, one JSON object a line") from error
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path}, line {number} is no JSON: {error}; expected is one JSON object a line") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path}, line {number} is a JSON {type(found).__name__}; expected is one JSON object a line")
+    return {name: _encodable(value) for name, value in found.items()}
+
+
+def _encodable(value: Any) -> Any:
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(value, str) else value
 
 
 def _python_documents() -> Iterator[tuple[str, str, str]]:
