@@ -30,6 +30,9 @@ COLOURS = {
     "gradient_product": "#e39fbb",
     "influence_specific": "#7a1f45",
     "trak": "#d1603d",
+    "tracin_cp": "#9c6b30",
+    "less": "#5b7f95",
+    "gradient_cosine": "#c77dff",
     "bm25": "#4f9d69",
     "random": "#888888",
 }

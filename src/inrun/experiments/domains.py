@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from inrun.experiments.curation_tables import COLOURS, spread
-from inrun.experiments.figures import pyplot
+from inrun.experiments.figures import literal, pyplot
 from inrun.experiments.recipes import Findings, Table, Work
 from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
@@ -194,7 +194,7 @@ def _draw(means: dict[str, dict[str, list[float]]], domains: list[str], path: Pa
     for line in np.arange(len(ordered) - 1) + 0.5:
         axis.axhline(line, color="0.92", lw=0.8, zorder=0)
     axis.axvline(1, color="0.5", lw=0.8, ls="--")
-    axis.set_yticks(range(len(ordered)), ordered, fontsize=9)
+    axis.set_yticks(range(len(ordered)), [literal(d) for d in ordered], fontsize=9)
     axis.set(xlabel="normalised recall@k (dashed: chance; circles: in-run)", xlim=(-0.3, None), ylim=(-0.5, len(ordered) - 0.5))
     figure.legend(loc="outside upper center", fontsize=8, frameon=False, ncol=3)
     figure.savefig(path, dpi=110)

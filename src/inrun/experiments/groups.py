@@ -24,7 +24,8 @@ from inrun.statistics import pearson, spearman
 
 #: What titles of panels do without.
 PAPERS = ", the paper's"
-WAYS = ("proxy_first", "proxy_second", "step_midpoint", "whole", "influence_function", "trak", "bm25", "random")
+OURS = ("proxy_first", "proxy_second", "step_midpoint", "whole")
+WAYS = (*OURS, "influence_function", "trak", "less", "tracin_cp", "gradient_cosine", "bm25", "random")
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class GroupsConfig:
     halves: int = 24
     #: Single documents, for the noise.
     singles: int = 4
+    #: Of the random projections of TRAK and LESS.
+    dimension: int = 2048
 
 
 SIZES = {
@@ -50,6 +53,7 @@ SIZES = {
         TextRun(steps=6, batch=8, warmup=2, context=16, width=16, heads=2),
         halves=3,
         singles=1,
+        dimension=64,
     ),
     "quick": GroupsConfig(
         run=TextRun(steps=50, lr=1e-3), ways=("proxy_first", "step_midpoint", "whole", "influence_function"), halves=8, singles=2
@@ -73,7 +77,8 @@ def run(config: GroupsConfig, work: Work) -> Findings:
         f"Text: {source}. {config.corpus.documents} documents, a row of {config.corpus.context + 1} bytes each, {groups} groups "
         f"(parts of domains), {config.run.steps} AdamW steps of batch {config.run.batch}, lr {config.run.lr:g}; "
         f"{config.halves} random halves.",
-        "Scores of a group are sums over its documents. TRAK has 5 checkpoints of the one run, dimension 2048.",
+        "Scores of a group are sums over its documents. TRAK, LESS and TracIn-CP have 5 checkpoints of the one run, TRAK and LESS "
+        f"{config.dimension} dimensions.",
         "The paper has no such comparison.",
     ]
     return Findings({"cells": cells, "noise": noise}, tables, notes, draw=lambda path: _draw(config, cells, path))
@@ -86,7 +91,7 @@ class _Seed:
         self.config, self.corpus, self.seed, self.work = config, corpus, seed, work
         names = [s for s in config.sets if s in corpus.domains] or corpus.useful[:2]
         self.validation: dict[str, Rows] = {name: corpus.validation.only({name}) for name in names}
-        self.validation["all useful"] = corpus.validation.only(corpus.useful, 2 * config.corpus.validation_rows)
+        self.validation[_unlike("all useful", names)] = corpus.validation.only(corpus.useful, 2 * config.corpus.validation_rows)
         self.batches = order(config.run, len(corpus.train), seed)
         counts: dict[str, int] = {}
         each = max(1, -(-len(corpus.train) // len(corpus.domains) // config.parts))
@@ -107,7 +112,9 @@ class _Seed:
 
     def _scores(self, way: str) -> dict[str, list[float]]:
         c = self.corpus
-        found = scores_by(way, self.config.run, c.train, self.batches, c.vocab, self.seed, self.validation)
+        found = scores_by(
+            way, self.config.run, c.train, self.batches, c.vocab, self.seed, self.validation, dimension=self.config.dimension
+        )
         return {name: values.tolist() for name, values in found[way].items()}
 
     def all(self, done: int) -> dict[str, Any]:
@@ -145,6 +152,11 @@ class _Seed:
                 "lds": {v: spearman(predicted[v], reached[v]) for v in whole},
             }
         return found
+
+
+def _unlike(name: str, others: list[str]) -> str:
+    """Return a name that none of the others is."""
+    return name if name not in others else _unlike(f"{name} domains", others)
 
 
 def _sums(scores: Values, members: np.ndarray[Any, Any], names: list[str]) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from inrun.experiments.figures import pyplot
 from inrun.experiments.image_methods import Budget, Vector, label_of
 from inrun.experiments.image_scores import SUBSETS, Scored, Setting
 from inrun.experiments.image_training import Net, Training
@@ -231,11 +232,7 @@ def _notes(config: MislabelConfig, images: Images) -> list[str]:
 
 def _draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
     """Draw a point per method and setting, with the standard deviation over corrupted sets; the paper's as diamonds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     first = next(iter(found.values()))
     names = sorted(methods_of(found), key=lambda name: np.mean(first.get(name, [0.0])))
     figure, axes = plt.subplots(figsize=(9, 0.4 * len(names) + 1.4), layout="constrained")

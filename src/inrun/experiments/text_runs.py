@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import inrun
 from inrun.baselines import registry
+from inrun.errors import ConfigurationError
 from inrun.experiments.texts import Rows as TextRows
 from inrun.ledger.labels import Label, by_set, set_of
 from inrun.ledger.specific import Rows, common_part, moments, specific
@@ -50,6 +51,8 @@ IN_FOLDS: dict[str, tuple[str, ...]] = {
 #: Baselines that look at the final weights alone; others get checkpoints spread over the run.
 AT_THE_END = ("influence_function", "gradient_cosine", "loss_at_end")
 CHECKPOINTS = 5
+#: Of AdamW.
+BETAS = (0.9, 0.95)
 #: What tables call them.
 TITLES = {
     "proxy_first": "in-run, first order (SGD proxy, the paper's)",
@@ -66,6 +69,9 @@ TITLES = {
     "influence_function": "influence function",
     "gradient_product": "influence function without curvature",
     "influence_specific": "influence function, specific",
+    "tracin_cp": "TracIn-CP",
+    "less": "LESS",
+    "gradient_cosine": "gradient cosine at the end",
     "trak": "TRAK",
     "bm25": "BM25",
     "random": "random",
@@ -150,6 +156,19 @@ class Trained:
     #: The same with each step's own part: contributions, where uses have credits.
     own: Any = None
     checkpoints: list[dict[str, Tensor]] = field(default_factory=list)
+    #: Of the checkpoints: the number of steps done, the rate of the last one, and Adam's second moments.
+    steps: list[int] = field(default_factory=list)
+    lrs: list[float] = field(default_factory=list)
+    second_moments: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def looked_back(self, way: str) -> dict[str, Any]:
+        """Return what a baseline that looks at checkpoints wants to know of them."""
+        found: dict[str, Any] = {"checkpoints": self.checkpoints}
+        if way in ("tracin_cp", "less"):
+            found["lrs"] = self.lrs
+        if way == "less":
+            found |= {"second_moments": self.second_moments, "steps": self.steps, "betas": BETAS}
+        return found
 
 
 def order(run: TextRun, documents: int, seed: int, keep: npt.NDArray[np.bool_] | None = None) -> Batches:
@@ -160,7 +179,8 @@ def order(run: TextRun, documents: int, seed: int, keep: npt.NDArray[np.bool_] |
     draw = np.random.default_rng([seed, 2])
     wanted = run.steps * run.batch
     kept = np.ones(documents, bool) if keep is None else keep
-    assert kept.any()
+    if not kept.any():
+        raise ConfigurationError("no document is kept, so there is nothing to train on: take more documents or steps")
     found: list[npt.NDArray[np.int64]] = []
     while sum(map(len, found)) < wanted:
         epoch = draw.permutation(documents)
@@ -194,7 +214,7 @@ def train(
         watch: Called with the number of steps done and the model, before the first step and after each.
     """
     model = run.build(vocab, seed)
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=run.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=run.lr, betas=BETAS)
     found = Trained(model)
     with _accountant(model, optimizer, scoring) as accountant:
         for t, batch in enumerate(batches):
@@ -210,6 +230,10 @@ def train(
                 optimizer.zero_grad()
             if t + 1 in checkpoints:
                 found.checkpoints.append({name: w.detach().clone() for name, w in model.state_dict().items()})
+                found.steps.append(t + 1)
+                found.lrs.append(run.rate(t))
+                squares = {name: optimizer.state[w]["exp_avg_sq"].clone() for name, w in model.named_parameters()}
+                found.second_moments.append(squares)
     if watch is not None:
         watch(len(batches), model)
     if accountant is not None:
@@ -313,6 +337,7 @@ def scores_by(
     options: Mapping[str, Any] | None = None,
     per_step: int = 0,
     folds: int = 0,
+    dimension: int = 2048,
 ) -> dict[str, dict[str, Values]]:
     """Score documents in one of our ways or by a baseline; ``[n]`` by way and validation set: the way and what is ``BESIDE`` it.
 
@@ -329,6 +354,7 @@ def scores_by(
         options: More options of the accountant, for our ways.
         per_step: Rows of a set that a step looks at, for our ways; 0 for all.
         folds: Parts that sets are scored in.
+        dimension: Of the random projections of TRAK and LESS.
     """
     held = {name: some.tokens for name, some in validation.items()}
     if way in OURS:
@@ -342,7 +368,8 @@ def scores_by(
     if way not in AT_THE_END:
         spread = [round(run.steps * (i + 1) / CHECKPOINTS) for i in range(CHECKPOINTS)]
         trained = train(run, rows.tokens, batches, vocab, seed, checkpoints=spread)
-        return {way: baseline(way, rows.tokens, held, trained.model, checkpoints=trained.checkpoints)}
+        projected = {"dimension": dimension} if way in ("trak", "less") else {}
+        return {way: baseline(way, rows.tokens, held, trained.model, **trained.looked_back(way), **projected)}
     model = train(run, rows.tokens, batches, vocab, seed).model
     found = {way: baseline(way, rows.tokens, held, model)}
     if way in BESIDE:

@@ -188,16 +188,17 @@ def _store(tables: Tables, view: str, source: str) -> None:
     kept |= {"error": "DOUBLE", "pending": "BOOLEAN"} if tables.whole else {}
     columns = ", ".join(f"{name} {kind}" for name, kind in kept.items())
     tables.connection.execute(f"CREATE TEMP TABLE seen_{source} ({columns})")
-    pieces = _pieces(tables, source)
+    # Arrays of rows, beside what DuckDB holds, take four times the room.
+    pieces = _pieces(tables, source, ROWS_AT_ONCE // 4 if view == "specific" else ROWS_AT_ONCE)
     for rows in _specific_rows(tables, pieces) if view == "specific" else pieces:
         seen = f"SELECT {', '.join(kept)} FROM (WITH rows AS ({rows}) {VIEWS[view]})"
         tables.connection.execute(f"INSERT INTO seen_{source} {seen}")
 
 
-def _pieces(tables: Tables, source: str) -> list[str]:
-    """SQL of the rows of a run, a range of whole steps at a time."""
+def _pieces(tables: Tables, source: str, most: int) -> list[str]:
+    """SQL of the rows of a run, a range of whole steps at a time, of about so many rows."""
     count, first, last = tables.row(f"SELECT count(*), min(step), max(step) FROM ({_ROWS[source]})")
-    pieces = min(-(-count // ROWS_AT_ONCE), last - first + 1) if count else 0
+    pieces = min(-(-count // most), last - first + 1) if count else 0
     ends = [first + (last - first + 1) * k // pieces for k in range(pieces + 1)] if pieces else []
     return [f"{_ROWS[source]} WHERE step >= {low} AND step < {high}" for low, high in pairwise(ends)]
 
