@@ -226,3 +226,112 @@ def test_writing_to_what_is_read_leaves_training_alone() -> None:
                 optimizer.zero_grad()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*weights, strict=True))
+
+
+class Late(nn.Module):
+    """Writes to what stood beside a parameter after its use, once it is told to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how, self.writes = nn.Linear(D, D), how, False
+        self.scale, self.shift = nn.Parameter(torch.randn(D) * 0.1), nn.Parameter(torch.randn(D) * 0.1)
+        self.register_buffer("mean", torch.randn(D) * 0.1)
+        self.held, self.count = torch.randn(D, dtype=torch.float64) * 0.1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        writes = self.writes and self.training
+        made = self.shift * 2.0
+        other = {"buffer": self.mean, "view": self.mean.view(-1), "attribute": self.held, "tracked": made}.get(self.how, self.mean)
+        if self.how.startswith("complex"):
+            factor = torch.exp(self.scale + (self.held if "attribute" in self.how else self.mean)) * (1.0 + 0.1 * self.count)
+            factor = torch.view_as_real(torch.view_as_complex(factor.view(-1, 2)) * 1.0).reshape(-1)
+        else:
+            factor = torch.exp(self.scale + other)
+        if writes and self.how == "complex, counter":
+            self.count += 1
+        elif writes and self.how == "complex, unseen":
+            self.mean.data.add_(0.5)
+        elif writes and self.how == "complex, attribute":
+            self.held.add_(0.5)
+        elif writes:
+            other.add_(0.5)
+        return self.inner(x) * factor + made
+
+
+#: By what is written to: what becomes of it where writes begin at a step that is looked at, and at one that is not.
+RUN_AGAIN, CHANGED = "run this step again", "is another one then"
+LATE = {
+    "buffer": ("scored", RUN_AGAIN),
+    "view": ("scored", RUN_AGAIN),
+    "attribute": (CHANGED, RUN_AGAIN),
+    "tracked": ("scored", "scored"),
+    "complex, buffer": ("scored", RUN_AGAIN),
+    "complex, attribute": (CHANGED, CHANGED),
+    "complex, counter": (CHANGED, CHANGED),
+    "complex, unseen": (CHANGED, CHANGED),
+}
+
+
+def score_late(how: str, begins: int, steps: int = 8) -> float:
+    """Take steps that are not audited; return the worst error of scores."""
+    torch.manual_seed(0)
+    model = Late(how).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, held_out, worst = floats(4, 5), floats(3, 5, 1), 0.0
+    value = lambda m: loss_of(m(held_out)).mul(0.01)  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=0)
+    for number in range(steps):
+        model.writes = number >= begins
+        params = list(copy.deepcopy(model).parameters())
+        g_n = []
+        for j in range(4):
+            twin = copy.deepcopy(model)
+            g_n.append(gradients(loss_of(twin(x[j : j + 1])) * 0.01, list(twin.parameters())))
+        twin = copy.deepcopy(model).eval()
+        truth = contributions(g_n, [torch.full_like(p, 0.05) for p in params], gradients(value(twin), list(twin.parameters())))
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            (loss_of(model(x)) * 0.01).backward()
+            optimizer.step()
+        worst = max(worst, relative_error(accountant.last.contributions["validation"], truth))
+    return worst
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+@pytest.mark.parametrize("how", LATE)
+def test_what_stood_beside_a_parameter_may_be_written_to_or_that_is_refused(how: str, begins: int) -> None:
+    """Steps 0 to 4 are looked at, the fifth is not; none is audited but the first."""
+    expected = LATE[how][begins > 0]
+    if expected == "scored":
+        assert score_late(how, begins) < 1e-9
+        return
+    with pytest.raises((RowOwnershipError, inrun.errors.StepError), match=expected):
+        score_late(how, begins)
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_control_without_writes_all_of_them_are_scored(how: str) -> None:
+    assert score_late(how, 99, steps=2) < 1e-9
+
+
+@pytest.mark.parametrize("how", ["buffer", "complex, buffer"])
+def test_a_step_that_was_to_be_run_again_is_scored(how: str) -> None:
+    """What a forward writes to is kept from then on."""
+    torch.manual_seed(0)
+    model = Late(how).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m(floats(3, 5, 1))) * 0.01, method="first", audit_every=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            (loss_of(model(floats(4, 5))) * 0.01).backward()
+            optimizer.step()
+
+    for _ in range(5):
+        step()
+    model.writes = True
+    with pytest.raises((RowOwnershipError, inrun.errors.StepError), match=RUN_AGAIN):
+        step()
+    step()
+    assert accountant.last.step == 5

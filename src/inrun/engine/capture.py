@@ -273,7 +273,10 @@ class Capture:
                 own_cache_of_parametrizations(),
                 no_reentry(),
             ):
-                return run_eagerly(self.model, *args, **kwargs)
+                out = run_eagerly(self.model, *args, **kwargs)
+                if isinstance(recorder, Recorder):
+                    recorder.note_written()
+                return out
         finally:
             recorder.close()
             if isinstance(recorder, Recorder):
@@ -475,6 +478,7 @@ class Capture:
         outputs = float_tensors(out)
         if not outputs:
             raise CoverageError(f"{site.title} has parameters but returns no floating-point tensor to score them by")
+        call.note_outputs(outputs)
         probes = micro.ask_outputs(site, tuple(scored), call, outputs)
         tapped: list[Tensor] = [Output.apply(x, probe) for x, probe in zip(outputs, probes, strict=True)]
         return replace_float_tensors(out, iter(tapped))

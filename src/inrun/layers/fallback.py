@@ -93,16 +93,41 @@ class RecordedCall:
         self.versions = [version_of(x) for x in self.watched]
         #: Which of them the call itself wrote to.
         self.overwritten: list[str] = []
+        #: Buffers that it wrote to and that no call had written to before, so that what was there is gone.
+        self.lost: list[str] = []
+        #: What its outputs were, row by row.
+        self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def note_written(self) -> None:
         """After the call: keep copies of those buffers only that it wrote to; note what else it wrote to."""
         written = {k for k, b in self.module.named_buffers() if self.buffer_versions.get(k) != version_of(b)}
         self.rule.note_written(self.training, written)
+        self.lost = sorted(written - self.buffers.keys())
         self.buffers = {k: b for k, b in self.buffers.items() if k in written}
         if self.versions != [version_of(x) for x in self.watched]:
             names = [*("its input" for x in self.leaves if isinstance(x, Tensor)), *(k for k, _ in self.module.named_parameters())]
             moved = [version_of(x) != before for x, before in zip(self.watched, self.versions, strict=True)]
             self.overwritten = sorted({name for name, m in zip(names, moved, strict=True) if m})
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Keep what a run must give again, as two numbers per row."""
+        self.outputs = [_printed(x) for x in outputs]
+
+    def check_outputs(self, outputs: dict[int, Tensor]) -> None:
+        """Raise if a run with the same weights and arguments gave other outputs (by place): that was another function."""
+        rounded = self.autocast[0]
+        for place, x in outputs.items():
+            if place >= len(self.outputs):
+                continue
+            (was, size), (now, _) = self.outputs[place], _printed(x)
+            tolerance = 3e-2 if rounded or x.dtype.itemsize < 4 else 1e-3 if x.dtype == torch.float32 else 1e-5
+            if was.shape != now.shape or bool(((now - was).abs() > tolerance * size).any()):
+                raise StepError(
+                    f"{type(self.module).__name__} has no rule and must run again, and its output of shape {tuple(x.shape)} is "
+                    "another one then: its forward, or the loop since, has changed something that it depends on (a counter or a "
+                    "tensor that is an attribute, a buffer written through .data or outside the forward). Keep such state in "
+                    "registered buffers and write to them in the forward, in place: these are put back. Or freeze its parameters."
+                )
 
     def check(self) -> None:
         """Raise if an argument or a weight was overwritten in the call or since: a replay would be another function."""
@@ -111,6 +136,12 @@ class RecordedCall:
                 f"{type(self.module).__name__} has no rule and must run again, but its forward writes to "
                 f"{', '.join(self.overwritten)} itself, so that it would be another function: write to a copy of an input, and "
                 "change weights (clamp_, renormalisation, max_norm) behind optimizer.step() instead of in the forward"
+            )
+        if self.lost:
+            raise StepError(
+                f"{type(self.module).__name__} has no rule and must run again, but its forward has written to "
+                f"{', '.join(self.lost)} for the first time, so that what was there is gone; nothing was scored. It is kept from "
+                "now on: run this step again."
             )
         if self.versions != [version_of(x) for x in self.watched]:
             raise StepError(
@@ -184,6 +215,7 @@ class Replay(GradientShape):
         with self.quietly(), torch.enable_grad():
             value = parameter.clone().requires_grad_()
             outs = self.call.run({self.name: value})
+            self.call.check_outputs(dict(enumerate(outs)))
             pairs = [(out, b) for out, b in zip(outs, self.b, strict=True) if b is not None and out.requires_grad]
             if not pairs:
                 return torch.zeros_like(parameter)
@@ -201,10 +233,12 @@ class Replay(GradientShape):
         def run(value: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.call.run({self.name: value}))
 
-        scores = []
+        scores: list[Tensor] = []
         for direction in v:
             with no_grad_in_forward_mode():
-                tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
+                outs, tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[:2]
+            if not scores:
+                self.call.check_outputs(dict(enumerate(outs)))
             scores.append(self._contract_outputs(tangents))
         return torch.stack(scores, dim=1)
 
@@ -240,6 +274,7 @@ class Replay(GradientShape):
         with torch.enable_grad():
             value = parameter.clone().requires_grad_()
             outs = self.call.run({self.name: value})
+            self.call.check_outputs(dict(enumerate(outs)))
             used = [i for i, (out, b) in enumerate(zip(outs, self.b, strict=True)) if b is not None and out.requires_grad]
             for j in range(self.n if used else 0):
                 mine = self._gradients_of(j)
@@ -323,6 +358,7 @@ class Replay(GradientShape):
         choices = [[*sure, *leading], sure, [*sure, *doubtful], [*sure, *(i for i in doubtful if i not in leading)]]
         parameter = call.module.get_parameter(self.name).detach()
         whole = call.run({self.name: parameter})
+        call.check_outputs(dict(enumerate(whole)))
         problem: Exception | None = None
         for choice in choices:
             split = tuple(sorted(set(choice)))
@@ -344,6 +380,15 @@ class Replay(GradientShape):
             + ". Usual causes: a mask that does not have one row per sample, offsets into a flat input, rows routed to experts. "
             "Freeze its parameters, or replace it by layers that have a rule."
         )
+
+
+@torch.no_grad()
+def _printed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ w x of every leading row, with weights that tell entries apart, and Σ w |x|."""
+    rows = x.detach().reshape(1, -1) if x.dim() == 0 else x.detach().flatten(1) if x.dim() > 1 else x.detach().unsqueeze(1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    weights = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return rows @ weights, rows.abs() @ weights
 
 
 @contextlib.contextmanager
