@@ -39,6 +39,7 @@ __all__ = [
     "held_parameters",
     "is_compiled",
     "keep_version_counters",
+    "leaves_behind",
     "may_change_size",
     "move_last",
     "no_grad_in_forward_mode",
@@ -72,6 +73,20 @@ def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
 def version_of(x: Tensor) -> int:
     """Return how often a tensor, or a view of it, was written to in place."""
     return x._version
+
+
+def leaves_behind(tensors: Sequence[Tensor]) -> set[Tensor]:
+    """Return the leaves whose gradient a backward from some tensors would reach."""
+    nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        nodes += new
+    return found
 
 
 @contextlib.contextmanager

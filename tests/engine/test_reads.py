@@ -335,3 +335,59 @@ def test_a_step_that_was_to_be_run_again_is_scored(how: str) -> None:
         step()
     step()
     assert accountant.last.step == 5
+
+
+class Listed(nn.Module):
+    """Holds parameters in containers, which have no forward, and uses them in ways that no kind describes."""
+
+    def __init__(self, shared: nn.ParameterDict | None = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.nested = nn.ModuleList([nn.ParameterList([torch.randn(D), torch.randn(D)])])
+        self.bank = shared if shared is not None else nn.ParameterDict({"own": torch.randn(D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.view_as_complex(torch.stack([p.tanh() for p in (*self.nested[0], *self.bank.values())]).view(-1, 2))
+        return self.inner(x) * torch.view_as_real(whole).reshape(-1, D).prod(0)
+
+
+class Sharing(nn.Module):
+    """Two modules with one container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bank = nn.ParameterDict({"both": torch.randn(D)})
+        self.blocks = nn.ModuleList([Listed(bank), Listed(bank)])
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(x).tanh()
+
+
+@pytest.mark.parametrize("module", [Listed, Sharing])
+def test_what_containers_hold_is_scored_by_the_module_around_them(module: Any) -> None:
+    torch.manual_seed(0)
+    assert score(module(), floats(4, 5), floats(3, 5, 1))[1] < 1e-9
+
+
+class Hidden(nn.Module):
+    """Uses a parameter where no operation tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.entries = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+        self.register_buffer("places", torch.stack([torch.arange(D), torch.arange(D).flip(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.eye(D, dtype=x.dtype) + torch.sparse_coo_tensor(self.places, self.entries * 2.0, (D, D))
+        return nn.functional.linear(self.inner(x), weight).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_parameters_that_no_operation_tells_of_go_through_the_fallback() -> None:
+    torch.manual_seed(0)
+    accountant, error = score(Hidden(), floats(4, 5), floats(3, 5, 1))
+    assert error < 1e-9
+    assert any(site.rule.replays for site in accountant._run.capture.sites)

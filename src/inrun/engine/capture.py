@@ -335,6 +335,7 @@ class Capture:
         if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:
+            self._recorder.handed[site, name] = value
             return track(site, name, value, RecordingReader(self._recorder, samples_of(micro)))
         if not self._observing or (self._depth == 0 and current_backward() == -1):
             return value

@@ -91,10 +91,15 @@ class RecordingReader:
         """Whether the forward is still being recorded."""
         return not self.recorder.over
 
+    def _meet(self, *tracks: Track | Tensor | None) -> None:
+        """Note that parameters have met the samples."""
+        self.recorder.met |= {(root.site, root.name) for t in tracks if isinstance(t, Track) for root in t.roots}
+
     def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and disturb one sample's rows where that is wanted."""
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
+        self._meet(table)
         return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n, rows)
 
     def beside(self, real: Tensor, copied: Tensor, own: bool) -> Tensor:
@@ -128,12 +133,14 @@ class RecordingReader:
         if track.made_apart is not None and len(track.roots) > 1:
             raise UnreadableError(track, "an operation, mixed with other parameters")
         sites = {root.site for root in track.roots}
+        self._meet(track)
         return self.recorder.spread(sites, expanded(track.plain, dim, size, dims), dim, self.n, met)
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Note whose rows ``x`` has."""
         if weight.made_apart is not None or (isinstance(bias, Track) and bias.made_apart is not None):
             raise UnreadableError(weight, F.linear)
+        self._meet(weight, bias)
         for site in {root.site for root in weight.roots}:
             self.recorder.note(site, x)
         return _multiply(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, transposed)
@@ -143,6 +150,7 @@ class RecordingReader:
         apart = [t for t in (weight, bias) if isinstance(t, Track) and t.made_apart is not None]
         if apart or geometry_of(weight.plain, options) is None:
             raise UnreadableError(weight, func)
+        self._meet(weight, bias)
         for site in {root.site for root in weight.roots}:
             self.recorder.note(site, x)
         made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)

@@ -157,6 +157,7 @@ class Examiner:
         look = Look(self.passes, arguments, n)
         self._note_unused(look.recorder)
         meetings.check_written(look)
+        meetings.check_followed(look)
         broken = next((e for e in look.base if not bool(torch.isfinite(e.rows).all())), None)
         if broken is not None and question.verified:
             return Found(

@@ -49,6 +49,14 @@ def check_written(look: Look) -> None:
             raise UnfollowedError(problem.sites, why, CoverageError(f"{why}, which no rule describes; write to a copy of it"))
 
 
+def check_followed(look: Look) -> None:
+    """Raise if a parameter reaches the outputs in a way that no operation told of (sparse tensors, kernels of others)."""
+    if look.recorder.unfollowed:
+        names = ", ".join(sorted(f"{site.name}.{name}".lstrip(".") for site, name in look.recorder.unfollowed))
+        why = f"{names} is used in an operation that cannot be followed"
+        raise UnfollowedError([site for site, _ in look.recorder.unfollowed], why, CoverageError(f"{why}; freeze it"))
+
+
 def check_constants(look: Look) -> None:
     """Raise if what no exchange could move may still be the samples'."""
     for constant in look.recorder.constants:

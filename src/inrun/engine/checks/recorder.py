@@ -16,7 +16,7 @@ from inrun.layers import Packing, RecordedCall
 from inrun.layers.layout import Pattern, pattern_of
 from inrun.layers.reads import Held, Reading, Tracked, UnreadableError
 from inrun.layers.trees import float_tensors
-from inrun.torch_private import version_of
+from inrun.torch_private import leaves_behind, version_of
 
 
 @dataclass
@@ -107,6 +107,11 @@ class Recorder:
         self.meetings: list[Meeting] = []
         #: All that was done with parameters that are read, as far as shapes decided about it.
         self.readings: set[Reading] = set()
+        #: Parameters that were handed out to be read, and those of them that were seen to meet the samples.
+        self.handed: dict[tuple[Site, str], Tensor] = {}
+        self.met: set[tuple[Site, str]] = set()
+        #: Those that the model's outputs depend on although they were not.
+        self.unfollowed: list[tuple[Site, str]] = []
         #: How many operations there were, by parameters.
         self.reads: Counter[Any] = Counter()
         self.disturb_copy = disturb_copy
@@ -162,6 +167,12 @@ class Recorder:
         for held, constant in self._watched:
             constant.written = held.overwritten
         self._watched = []
+
+    def note_reached(self, outputs: list[Tensor]) -> None:
+        """See which parameters reach the outputs although they were not seen to meet the samples: no operation told of them."""
+        missed = {key: p for key, p in self.handed.items() if key not in self.met and key[0].rule.reads}
+        reached = leaves_behind(outputs) if missed else set()
+        self.unfollowed = [key for key, p in missed.items() if p in reached]
 
     def close(self) -> None:
         """The forward has ended."""
