@@ -71,6 +71,10 @@ class LayerRule:
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
 
+    def by_position(self, module: nn.Module, features: int) -> bool:
+        """Whether a call treats every position by itself, where so many dimensions follow the positions."""
+        return self.positionwise
+
     def covers(self, module: nn.Module, names: set[str]) -> bool:
         """Whether the rule knows all these parameters of a module."""
         return names <= set(self.names)
