@@ -332,6 +332,11 @@ class Capture:
             return value
         if not site.scored[name].is_parameter(value) or hasattr(value, "placements"):
             return value  # the latter is read by fully_shard itself, before it is whole: forwards do not see it
+        if isinstance(micro, MergedMicrobatch) and site.rule.reads:
+            raise CoverageError(
+                f"{site.title} reads {name} itself instead of handing it to a layer, which merged steps do not score: validation "
+                "gradient would leak into the update. Give the Accountant validation= and open steps without merged=, or freeze it."
+            )
         if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:
