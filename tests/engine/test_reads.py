@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import inrun
 from inrun.errors import CoverageError, RowOwnershipError
@@ -62,17 +63,18 @@ class Scaled(nn.Module):
         return made.square().sum() if self.returns == "loss" else made if self.returns == "sequence-first" else made.transpose(0, 1)
 
 
-@pytest.mark.parametrize("returns", ["loss", "sequence-first"])
-def test_as_many_positions_as_samples_behind_the_last_layer_are_refused(returns: str) -> None:
+def test_as_many_positions_as_samples_behind_the_last_layer_are_refused() -> None:
     """The shape says that positions are samples; nothing behind says otherwise, but what the parameter met does."""
     torch.manual_seed(0)
     with pytest.raises((CoverageError, RowOwnershipError), match="the model itself"):
-        score(Scaled(returns), words(4, 4), words(3, 4, 1))
+        score(Scaled("loss"), words(4, 4), words(3, 4, 1))
 
 
-def test_they_are_scored_where_the_model_shows_the_rows() -> None:
+@pytest.mark.parametrize("returns", ["batch-first", "sequence-first"])
+def test_they_are_scored_where_the_model_shows_the_rows(returns: str) -> None:
+    """Where the shape is wrong about them, by running the model again, whose output has the samples in the second dimension."""
     torch.manual_seed(0)
-    assert score(Scaled("batch-first"), words(4, 4), words(3, 4, 1))[1] < 1e-9
+    assert score(Scaled(returns), words(4, 4), words(3, 4, 1))[1] < 1e-9
 
 
 def test_control_with_another_number_of_positions_a_loss_is_enough() -> None:
@@ -389,5 +391,39 @@ class Hidden(nn.Module):
 def test_parameters_that_no_operation_tells_of_go_through_the_fallback() -> None:
     torch.manual_seed(0)
     accountant, error = score(Hidden(), floats(4, 5), floats(3, 5, 1))
+    assert error < 1e-9
+    assert any(site.rule.replays for site in accountant._run.capture.sites)
+
+
+class Recurrent(nn.Module):
+    """A recurrent network with a parametrised weight has no rule; its last states have the samples in the second dimension."""
+
+    def __init__(self, kind: type[nn.RNNBase], uses: str, layers: int = 1) -> None:
+        super().__init__()
+        self.kind, self.uses = kind, uses
+        self.inner = kind(D, D, num_layers=layers, batch_first=uses != "sequence-first")
+        parametrizations.weight_norm(self.inner, "weight_hh_l0")
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses == "sequence-first":
+            return self.head(self.inner(x.transpose(0, 1))[0].transpose(0, 1)).tanh()
+        out, last = self.inner(x)
+        last = last[0] if isinstance(last, tuple) else last
+        return self.head(out if self.uses == "outputs" else out * last.sum(0).unsqueeze(1)).tanh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recurrent:
+        """What torch keeps of the weights in a list cannot be copied."""
+        twin = Recurrent(self.kind, self.uses, self.inner.num_layers).double()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@pytest.mark.parametrize("layers", [1, 4], ids=["one layer", "as many layers as samples"])
+@pytest.mark.parametrize("uses", ["outputs", "last states", "sequence-first"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_what_runs_again_may_return_samples_in_the_second_dimension(kind: Any, uses: str, layers: int) -> None:
+    torch.manual_seed(0)
+    accountant, error = score(Recurrent(kind, uses, layers), floats(4, 5), floats(3, 5, 1))
     assert error < 1e-9
     assert any(site.rule.replays for site in accountant._run.capture.sites)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import CoverageError, StepError
-from inrun.layers.layout import dot_each
+from inrun.layers.layout import Layout, dot_each
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.trees import flatten, float_tensors, unflatten
@@ -48,6 +48,8 @@ class FallbackRule(LayerRule):
         self.separates = True
         #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
         self.split: dict[int, bool] = {}
+        #: Outputs (by place) in which samples were seen, and whether these are in the second dimension.
+        self.turned: dict[int, bool] = {}
         #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
         self.written: dict[bool, set[str]] = {}
 
@@ -58,6 +60,10 @@ class FallbackRule(LayerRule):
     def note_rows(self, argument: int) -> None:
         """Remember that an argument (by place) was seen to have one row per sample."""
         self.split[argument] = True
+
+    def note_output(self, index: int, layout: Layout) -> bool:
+        """Remember whether an output has its samples in the second dimension."""
+        return self.turned.setdefault(index, layout == "second") == (layout == "second")
 
     def note_unbatched(self) -> None:
         """Remember that an operation of the module cannot be batched."""
@@ -79,6 +85,7 @@ class RecordedCall:
         """Note all of it, before the call."""
         buffers = dict(module.named_buffers())
         self.module, self.rule, self.training = module, rule, module.training
+        self.turned = {place for place, turned in rule.turned.items() if turned}
         written = rule.written.get(self.training, set(buffers))
         self.buffers = {k: b.clone() for k, b in buffers.items() if k in written}
         self.buffer_versions = {k: version_of(b) for k, b in buffers.items()}
@@ -111,7 +118,11 @@ class RecordedCall:
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
         """Keep what a run must give again, as two numbers per row."""
-        self.outputs = [_printed(x) for x in outputs]
+        self.outputs = [_printed(x) for x in self.with_samples_first(outputs)]
+
+    def with_samples_first(self, outputs: list[Any]) -> list[Any]:
+        """Turn outputs, or gradients at them, that have their samples in the second dimension; None stays."""
+        return [x if x is None or place not in self.turned else x.transpose(0, 1) for place, x in enumerate(outputs)]
 
     def check_outputs(self, outputs: dict[int, Tensor]) -> None:
         """Raise if a run with the same weights and arguments gave other outputs (by place): that was another function."""
@@ -150,7 +161,7 @@ class RecordedCall:
             )
 
     def run(self, parameters: dict[str, Tensor], leaves: list[Any] | None = None) -> list[Tensor]:
-        """Run the module with other parameters (and arguments); return its floating-point output tensors in order."""
+        """Run the module with other parameters (and arguments); return its floating-point outputs in order, samples first."""
         self.check()
         args, kwargs = unflatten(self.leaves if leaves is None else leaves, self.structure)
         cpu, cuda = self.random_state
@@ -167,7 +178,7 @@ class RecordedCall:
             # Buffers are copied: a second forward must not count twice in running statistics.
             copies = {name: self.buffers.get(name, b).clone() for name, b in self.module.named_buffers()}
             out = torch.func.functional_call(self.module, copies | parameters, args, kwargs, tie_weights=False)
-        return float_tensors(out)
+        return self.with_samples_first(float_tensors(out))
 
 
 class Replay(GradientShape):
@@ -176,7 +187,7 @@ class Replay(GradientShape):
     Args (of the constructor):
         call: The recorded call.
         name: The parameter, relative to the module.
-        b: Gradients at the module's floating-point outputs, in order; None where none arrived.
+        b: Gradients at the module's floating-point outputs, in order, samples first; None where none arrived.
         n: Samples.
         quietly: Makes a context in which the module's parts run unobserved.
     """

@@ -223,7 +223,8 @@ class Recorder:
                 self.entries.append(Entry(site, x.shape, rows, argument=place))
         for index, x in enumerate(float_tensors(out)):
             if x.dim() > 0:
-                self.entries.append(Entry(site, x.shape, self._print(x), output=index))
+                columns = fingerprint(x.transpose(0, 1)) if x.dim() > 1 else None
+                self.entries.append(Entry(site, x.shape, self._print(x), output=index, columns=columns))
         return out
 
 
