@@ -28,7 +28,7 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.processes import Processes
 from inrun.engine.python_state import PythonState
-from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
+from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, plain_checkpoints, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, samples_of, track
 from inrun.engine.sites import Called, Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
@@ -37,7 +37,13 @@ from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
 from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import current_backward, detached_parameters, own_cache_of_parametrizations, without_attention_fast_path
+from inrun.torch_private import (
+    apply_as_it_is,
+    current_backward,
+    detached_parameters,
+    own_cache_of_parametrizations,
+    without_attention_fast_path,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Capture:
     def replaying(self) -> Iterator[None]:
         """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
         held = self._replayed_state.hold(step=self._occasion.step)
-        with self.paused(), own_cache_of_parametrizations(), no_reentry(), held:
+        with self.paused(), own_cache_of_parametrizations(), plain_checkpoints(), held:
             yield
 
     @contextlib.contextmanager
@@ -271,7 +277,7 @@ class Capture:
                 self._state.hold(arguments),
                 without_attention_fast_path(),
                 own_cache_of_parametrizations(),
-                no_reentry(),
+                plain_checkpoints(),
             ):
                 out = run_eagerly(self.model, *args, **kwargs)
                 if isinstance(recorder, Recorder):
@@ -414,7 +420,8 @@ class Capture:
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
         # Where the framework's own run goes on beside them, copies are for what is asked alone.
         aside = layout == "apart" and self._reader is not None and self._reader.aside
-        tapped = Tapped.apply(call, buffers, micro.past, out.detach() if aside else out, len(inputs), *inputs, *asked)
+        passed = out.detach() if aside else out
+        tapped = apply_as_it_is(Tapped, passed, call, buffers, micro.past, passed, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
 
     def _call(

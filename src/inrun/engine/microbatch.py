@@ -22,7 +22,7 @@ from inrun.engine.documents import Documents
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
 from inrun.layers import Ask, GradientShape, LayerRule, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
-from inrun.torch_private import current_backward, version_of
+from inrun.torch_private import current_backward, unseen_by_modes, version_of
 
 if TYPE_CHECKING:
     from inrun.engine.extras import Extras
@@ -253,9 +253,10 @@ class Microbatch:
     def _leaf(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a probe: a leaf of zeros that takes the memory of one number."""
         zero = self._zeros.get((dtype, device))
-        if zero is None:
-            zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
-        return zero.expand(shape).requires_grad_()
+        with unseen_by_modes():
+            if zero is None:
+                zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
+            return zero.expand(shape).requires_grad_()
 
     def leaf(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a probe."""
@@ -375,7 +376,8 @@ class Microbatch:
                 self.kept.append(waiting)
                 if kind.summable:
                     self._formed[key] = waiting
-                    buffers[name] = self.buffers.next(s, *parts[0], self.device)
+                    with unseen_by_modes():
+                        buffers[name] = self.buffers.next(s, *parts[0], self.device)
             asks.append(Ask(name, kept_as=kind, probes=len(leaves)))
             probes += leaves
         if self.documents is not None and asks:

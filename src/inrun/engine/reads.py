@@ -23,7 +23,7 @@ from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, Sp
 from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Beside, Multiplied, Spread, arranged, expanded
-from inrun.torch_private import current_backward
+from inrun.torch_private import apply_as_it_is, current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
 _table = TableRule()
@@ -175,7 +175,7 @@ class ScoringReader:
         """Return ``real``, whose gradient goes to ``copied``, too."""
         if not copied.requires_grad:
             return real
-        out: Tensor = Beside.apply(real, copied, own)
+        out: Tensor = apply_as_it_is(Beside, real, real, copied, own)
         return out
 
     def check(self, track: Track, operation: Any) -> None:
@@ -207,7 +207,8 @@ class ScoringReader:
         if not asks:
             return out
         constants = ({name: way for name, (_, way) in ways.items()}, *sizes)
-        tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
+        call = Call(_looked_up, constants, self.n, asks)
+        tapped: Tensor = apply_as_it_is(Tapped, out, call, buffers, self.micro.past, out, 1, rows, *asked)
         return tapped
 
     @property
@@ -314,7 +315,7 @@ class ScoringReader:
             out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
             return out
         made = _multiply(x, weight.plain, plain_bias, transposed)
-        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        tapped: Tensor = apply_as_it_is(Tapped, made, call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped
 
     def _linear_joined(self, tracks: dict[str, Track], transposed: bool, turn: str) -> tuple[Call | None, list[Tensor]] | None:
@@ -352,5 +353,5 @@ class ScoringReader:
         if not asks:
             return made
         call = Call(_convolved, (geometry_of(weight.plain, options), ways), self.n, asks)
-        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        tapped: Tensor = apply_as_it_is(Tapped, made, call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped
