@@ -48,6 +48,8 @@ class Net(nn.Module):
         #: None, or ``use_reentrant`` of every block's checkpoint; whether in eval mode too.
         self.reentrant: bool | None = None
         self.always = True
+        #: More options of every block's checkpoint.
+        self.options: dict[str, Any] = {}
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
@@ -55,7 +57,7 @@ class Net(nn.Module):
             if self.reentrant is None or not (self.training or self.always):
                 x = block(x)
             else:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
+                x = checkpoint(block, x, use_reentrant=self.reentrant, **self.options)
         return self.head(x)
 
 

@@ -478,3 +478,67 @@ def test_what_a_module_holds() -> None:
     assert list(torch_private.own_children(module)) == list(module.children())
     assert dict(torch_private.own_buffers(module[0])) == dict(module[0].named_buffers())
     assert dict(torch_private.held_parameters(module[0])) == dict(module[0].named_parameters())
+
+
+def test_modes_do_not_see_what_is_ours() -> None:
+    """Breaks: selective checkpoints would keep our probes, and find others when they recompute."""
+    seen = []
+
+    class Mode(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        with torch_private.unseen_by_modes():
+            torch.zeros(2)
+        assert not seen
+        torch.zeros(2)  # the control
+        assert seen
+
+
+def test_what_passes_as_it_is_counts_no_write_where_a_mode_runs() -> None:
+    """Breaks: selective checkpoints would take a kept result for one that was written to."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x
+
+    class Mode(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True) * 2
+    with Mode():
+        assert torch_private.apply_as_it_is(Same, x, x) is x
+    assert torch_private.version_of(x) == 0
+    torch_private.apply_as_it_is(Same, x, x)  # the control
+    assert torch_private.version_of(x) == 1
+
+
+def test_leaves_behind_tensors_are_found() -> None:
+    """Breaks: a parameter that is used where no operation tells of it would be refused with a cause that is not the true one."""
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    assert torch_private.leaves_behind([(a * 2).sum(), (a + b.exp()), c.detach()]) == {a, b}
+
+
+def test_selective_checkpoints_can_be_made_to_keep_nothing() -> None:
+    """Breaks: validation passes could not be differentiated for several points, nor twice, where a model keeps products."""
+    w, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    keep = torch.utils.checkpoint.create_selective_checkpoint_contexts
+
+    def run() -> torch.Tensor:
+        every = lambda *args, **kwargs: torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE  # noqa: E731
+        out = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False, context_fn=lambda: keep(every))
+        return out.sum()
+
+    with torch_private.checkpoints_keep_nothing():
+        loss = run()
+    for _ in range(2):
+        torch.autograd.grad(loss, w, retain_graph=True)
+    loss = run()  # the control
+    torch.autograd.grad(loss, w, retain_graph=True)
+    with pytest.raises(RuntimeError, match="an extra time"):
+        torch.autograd.grad(loss, w, retain_graph=True)

@@ -20,13 +20,16 @@ from torch._C._dynamo import eval_frame
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "TorchDispatchMode",
+    "apply_as_it_is",
     "at_end_of_backward",
     "attention_body",
     "buffers_written_silently",
+    "checkpoints_keep_nothing",
     "compiler_here",
     "current_backward",
     "default_store",
@@ -39,6 +42,7 @@ __all__ = [
     "held_parameters",
     "is_compiled",
     "keep_version_counters",
+    "leaves_behind",
     "may_change_size",
     "move_last",
     "no_grad_in_forward_mode",
@@ -49,6 +53,7 @@ __all__ = [
     "rounds_gradients",
     "unflatten_tree",
     "uncompiled",
+    "unseen_by_modes",
     "unsafe_view",
     "version_of",
     "without_attention_fast_path",
@@ -72,6 +77,62 @@ def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
 def version_of(x: Tensor) -> int:
     """Return how often a tensor, or a view of it, was written to in place."""
     return x._version
+
+
+def apply_as_it_is(function: type[torch.autograd.Function], x: Tensor, *args: Any) -> Any:
+    """Apply a function that returns ``x``, one of its arguments, as it is and marked as written to.
+
+    Where a mode runs, that is not counted: a selective checkpoint would take a result that it keeps for another one.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    with keep_version_counters([x]):
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+class _Recomputing(TorchDispatchMode):
+    """Takes the place of the modes of selective checkpoints."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever is to be kept."""
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def checkpoints_keep_nothing() -> Iterator[None]:
+    """Let selective checkpoints that are made in the block recompute all."""
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    before = {name: getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)}
+    try:
+        for name in before:
+            setattr(checkpoint, name, _Recomputing)
+        yield
+    finally:
+        for name, cls in before.items():
+            setattr(checkpoint, name, cls)
+
+
+def unseen_by_modes() -> contextlib.AbstractContextManager[Any]:
+    """Keep operations of our own from modes of others that count or keep results: a recomputed segment may need fewer of them."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def leaves_behind(tensors: Sequence[Tensor]) -> set[Tensor]:
+    """Return the leaves whose gradient a backward from some tensors would reach."""
+    nodes: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(node.variable)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        nodes += new
+    return found
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import inrun
 from conditions import GAMES, Loop, Net, distance, loss_of, net, rows, train, validation
@@ -20,6 +21,20 @@ ACCUMULATED = ("whole, sketch", "first", "midpoint")
 def checkpointed(reentrant: bool, always: bool) -> Callable[[Any], Any]:
     def change(model: Net) -> nn.Module:
         model.reentrant, model.always = reentrant, always
+        return model
+
+    return change
+
+
+def selective(*kept: str) -> Callable[[Any], Any]:
+    """Keep the results of some operations in every block's checkpoint."""
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation.name() in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def change(model: Net) -> nn.Module:
+        model.reentrant = False
+        model.options = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
         return model
 
     return change
@@ -53,6 +68,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], float]] = {
     "checkpoints": ({"before": checkpointed(False, True)}, 1e-9),
     "reentrant checkpoints": ({"before": checkpointed(True, True)}, 1e-9),
     "reentrant checkpoints in training": ({"before": checkpointed(True, False)}, 1e-9),
+    "selective checkpoints": ({"before": selective("aten::mm", "aten::addmm", "aten::bmm", "aten::linear")}, 1e-9),
     "scaled loss": ({"scaler": scaler}, 1e-9),
     "variable length, one row, no row": (
         {"batches": ((4, 5), (1, 3), (0, 4), (3, 8), (2, 2)), "options": {"audit_every": 1}},
@@ -229,3 +245,19 @@ def test_autocast_of_modules_that_are_scored_as_a_whole(make: Callable[[], nn.Mo
                 optimizer.step()
         found.append(accountant.last.contributions["validation"])
     assert distance([found[1]], [found[0]]) < 0.05
+
+
+@pytest.mark.parametrize("method", ["first", "second"])
+def test_selective_checkpoints_with_several_validation_points(method: str) -> None:
+    """Kept products serve one backward; the validation pass takes one per point, and has them recomputed."""
+    found = []
+    for change in (selective("aten::mm", "aten::addmm"), lambda model: model):
+        model = change(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        several = lambda m: torch.stack([validation(m), loss_of(m, rows(3, 7))])  # noqa: E731
+        accountant = inrun.Accountant(model, optimizer, several, credit="step", method=method, audit_every=1)
+        with accountant.step(range(4)):
+            loss_of(model, rows(4, 1)).backward()
+            optimizer.step()
+        found.append(torch.as_tensor(accountant.last.contributions["validation"]))
+    assert torch.allclose(*found, rtol=1e-9)

@@ -219,7 +219,7 @@ def test_gram_is_refused_where_gains_differ_by_entry() -> None:
 
 
 MODELS = {
-    "recurrent": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 3)), "1 .LSTM"),
+    "recurrent": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 3)), "weight_ih_l0, .* of 1 .LSTM"),
     "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), "batch norm in training mode"),
 }
 
@@ -497,6 +497,36 @@ def test_tied_heads(name: str, optimizer: str, update: str, per_point: bool) -> 
     (forms,) = {row.form for row in accountant.coverage if row.module == "head"}
     if update == "sgd":
         assert ("kept" in forms) is kept
+
+
+class Registered(nn.Module):
+    """A head whose bias is registered around it, too, as BERT's is; ``how`` it is used there."""
+
+    def __init__(self, how: str = "by the layer") -> None:
+        super().__init__()
+        self.table, self.inner, self.head, self.how = nn.Embedding(VOCAB, 6), nn.Linear(6, 6), nn.Linear(6, VOCAB), how
+        self.bias = nn.Parameter(torch.zeros(VOCAB)) if how == "its own" else self.head.bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out = self.head(torch.tanh(self.inner(self.table(rows))))
+        return out if self.how == "by the layer" else out + self.bias
+
+
+@pytest.mark.parametrize(("optimizer", "update"), [("sgd", "sgd"), ("adamw", "frozen"), ("adamw", "secant")])
+def test_parameters_that_a_module_registers_and_a_layer_uses(optimizer: str, update: str) -> None:
+    problem = Problem(Registered, batch, token_losses)
+    expected, weights, _ = train(problem, optimizer, update, "separate")
+    got, same, _ = train(problem, optimizer, update, "merged")
+    assert relative_error(got, expected) < 1e-9
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(weights, same, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("by both", "the model itself .Registered. reads bias itself"), ("its own", "bias of the model itself")]
+)
+def test_parameters_that_a_module_reads_are_refused_by_name(how: str, message: str) -> None:
+    with pytest.raises(CoverageError, match=message):
+        train(Problem(lambda: Registered(how), batch, token_losses), "sgd", "sgd", "merged")
 
 
 def test_a_tied_head_keeps_few_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -278,6 +279,56 @@ def test_against_one_sample_at_a_time(build: Callable[[], Made]) -> None:
     got, truth, rules = scores(build, {"credit": "step", "method": "first"}, 0.0, 0.1)
     assert "fallback" not in rules
     assert relative_error(got, truth) < 1e-9
+
+
+BOTH, ONE = {"target_modules": ["q_proj", "down_proj"]}, {"target_modules": ["q_proj"]}
+#: Adapters that hold their parameters in a ParameterDict and work on the whole weight: their options.
+WHOLE_WEIGHT: dict[str, dict[str, Any]] = {
+    "LoHaConfig": {"r": 2, "alpha": 4, **BOTH},
+    "LoKrConfig": {"r": 2, "alpha": 4, **BOTH},
+    "HRAConfig": {"r": 2, **BOTH},
+    "ShiraConfig": {"r": 2, **ONE},
+    "OFTConfig": {"r": 0, "oft_block_size": 4, **BOTH},
+    "BOFTConfig": {"boft_block_size": 4, **ONE},
+    "RandLoraConfig": {"r": 2, **BOTH},
+    "C3AConfig": {"block_size": 4, **ONE},
+    "WaveFTConfig": {"n_frequency": 20, **ONE},
+    "GraloraConfig": {"r": 4, "gralora_k": 2, **ONE},
+    "VBLoRAConfig": {"r": 2, "num_vectors": 8, "vector_length": 4, **ONE},
+    "RoadConfig": {"group_size": 4, **ONE},
+}
+QUICK = ["LoHaConfig", "HRAConfig", "ShiraConfig", "VBLoRAConfig"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft, about what is not installed
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k in QUICK else [pytest.mark.slow]) for k in WHOLE_WEIGHT])
+def test_adapters_that_work_on_the_whole_weight(name: str) -> None:
+    """Where what is read cannot be followed, the module around the ParameterDict runs again: the dictionary itself cannot."""
+    got, truth, _ = scores(lambda: adapted(name, **WHOLE_WEIGHT[name]), {"credit": "step", "method": "first"}, 0.0, 0.1)
+    assert relative_error(got, truth) < 1e-9
+    options, point = METHODS["midpoint"]
+    got, truth, _ = scores(lambda: adapted(name, **WHOLE_WEIGHT[name]), options, point, 1e-5)
+    assert relative_error(got, truth) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_train_as_without_scores() -> None:
+    weights = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model, draw, run = adapted("LoHaConfig", **WHOLE_WEIGHT["LoHaConfig"])
+        x, held = (draw(5, torch.Generator().manual_seed(k)) for k in (1, 2))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.01)
+        value = lambda m: run(m, *held).square().sum()  # noqa: B023, E731
+        accountant = inrun.Accountant(model, optimizer, value, bitwise=True) if attached else None
+        for _ in range(3):
+            with contextlib.nullcontext() if accountant is None else accountant.step(range(5)):
+                run(model, *x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([p.detach().clone() for p in trained])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def t5_checkpointed(reentrant: bool) -> Made:

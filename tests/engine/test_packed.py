@@ -388,6 +388,45 @@ def test_rules_that_know_rows_only_are_refused_by_name(monkeypatch) -> None:
         one_step(packed_gpt(), gpt_logits, batch, batch.ids)
 
 
+class Mixing(nn.Module):
+    """Mixes positions in a way that does not change when tokens of a document change places."""
+
+    def __init__(self, how: str, length: int) -> None:
+        super().__init__()
+        self.how, self.words, self.head = how, nn.Embedding(19, 6), nn.Linear(6, 19)
+        self.norm = nn.LayerNorm([length, 6] if how == "norm" else [6])
+        self.attention = nn.Linear(6, 18)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        if self.how == "mean":
+            x = x + x.mean(1, keepdim=True)
+        elif self.how == "attention":
+            x = x + nn.functional.scaled_dot_product_attention(*self.attention(x).chunk(3, -1))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("how", ["mean", "attention", "norm"])
+def test_documents_that_see_a_sum_over_others_are_refused(how: str) -> None:
+    batch = both(TWO_ROWS)[0]
+    with pytest.raises(RowOwnershipError, match="documents see each other at"):
+        one_step(Mixing(how, batch.tokens.shape[1]).double(), lambda m, b: m(b.tokens), batch, batch.ids.clamp(min=0))
+
+
+def test_control_without_mixing_they_are_scored() -> None:
+    batch = both(TWO_ROWS)[0]
+    one_step(Mixing("none", 0).double(), lambda m, b: m(b.tokens), batch, batch.ids.clamp(min=0))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["several in a row", "one per row"])
+def test_norms_over_positions_are_refused_by_name(whole: bool) -> None:
+    batch = both(TWO_ROWS)[0]
+    length = batch.tokens.shape[1]
+    ids = torch.arange(2).unsqueeze(1).expand(2, length) if whole else batch.ids.clamp(min=0)
+    with pytest.raises(CoverageError, match=rf"norm \(LayerNorm\) cannot be scored for packed documents.*the {length} positions"):
+        one_step(Mixing("norm", length).double(), lambda m, b: m(b.tokens), batch, ids, check_rows=whole)
+
+
 # Nobody
 
 

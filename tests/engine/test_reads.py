@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import inrun
 from inrun.errors import CoverageError, RowOwnershipError
@@ -62,17 +63,18 @@ class Scaled(nn.Module):
         return made.square().sum() if self.returns == "loss" else made if self.returns == "sequence-first" else made.transpose(0, 1)
 
 
-@pytest.mark.parametrize("returns", ["loss", "sequence-first"])
-def test_as_many_positions_as_samples_behind_the_last_layer_are_refused(returns: str) -> None:
+def test_as_many_positions_as_samples_behind_the_last_layer_are_refused() -> None:
     """The shape says that positions are samples; nothing behind says otherwise, but what the parameter met does."""
     torch.manual_seed(0)
     with pytest.raises((CoverageError, RowOwnershipError), match="the model itself"):
-        score(Scaled(returns), words(4, 4), words(3, 4, 1))
+        score(Scaled("loss"), words(4, 4), words(3, 4, 1))
 
 
-def test_they_are_scored_where_the_model_shows_the_rows() -> None:
+@pytest.mark.parametrize("returns", ["batch-first", "sequence-first"])
+def test_they_are_scored_where_the_model_shows_the_rows(returns: str) -> None:
+    """Where the shape is wrong about them, by running the model again, whose output has the samples in the second dimension."""
     torch.manual_seed(0)
-    assert score(Scaled("batch-first"), words(4, 4), words(3, 4, 1))[1] < 1e-9
+    assert score(Scaled(returns), words(4, 4), words(3, 4, 1))[1] < 1e-9
 
 
 def test_control_with_another_number_of_positions_a_loss_is_enough() -> None:
@@ -226,3 +228,202 @@ def test_writing_to_what_is_read_leaves_training_alone() -> None:
                 optimizer.zero_grad()
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(*weights, strict=True))
+
+
+class Late(nn.Module):
+    """Writes to what stood beside a parameter after its use, once it is told to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how, self.writes = nn.Linear(D, D), how, False
+        self.scale, self.shift = nn.Parameter(torch.randn(D) * 0.1), nn.Parameter(torch.randn(D) * 0.1)
+        self.register_buffer("mean", torch.randn(D) * 0.1)
+        self.held, self.count = torch.randn(D, dtype=torch.float64) * 0.1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        writes = self.writes and self.training
+        made = self.shift * 2.0
+        other = {"buffer": self.mean, "view": self.mean.view(-1), "attribute": self.held, "tracked": made}.get(self.how, self.mean)
+        if self.how.startswith("complex"):
+            factor = torch.exp(self.scale + (self.held if "attribute" in self.how else self.mean)) * (1.0 + 0.1 * self.count)
+            factor = torch.view_as_real(torch.view_as_complex(factor.view(-1, 2)) * 1.0).reshape(-1)
+        else:
+            factor = torch.exp(self.scale + other)
+        if writes and self.how == "complex, counter":
+            self.count += 1
+        elif writes and self.how == "complex, unseen":
+            self.mean.data.add_(0.5)
+        elif writes and self.how == "complex, attribute":
+            self.held.add_(0.5)
+        elif writes:
+            other.add_(0.5)
+        return self.inner(x) * factor + made
+
+
+#: By what is written to: what becomes of it where writes begin at a step that is looked at, and at one that is not.
+RUN_AGAIN, CHANGED = "run this step again", "is another one then"
+LATE = {
+    "buffer": ("scored", RUN_AGAIN),
+    "view": ("scored", RUN_AGAIN),
+    "attribute": (CHANGED, RUN_AGAIN),
+    "tracked": ("scored", "scored"),
+    "complex, buffer": ("scored", RUN_AGAIN),
+    "complex, attribute": (CHANGED, CHANGED),
+    "complex, counter": (CHANGED, CHANGED),
+    "complex, unseen": (CHANGED, CHANGED),
+}
+
+
+def score_late(how: str, begins: int, steps: int = 8) -> float:
+    """Take steps that are not audited; return the worst error of scores."""
+    torch.manual_seed(0)
+    model = Late(how).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x, held_out, worst = floats(4, 5), floats(3, 5, 1), 0.0
+    value = lambda m: loss_of(m(held_out)).mul(0.01)  # noqa: E731
+    accountant = inrun.Accountant(model, optimizer, value, method="first", audit_every=0)
+    for number in range(steps):
+        model.writes = number >= begins
+        params = list(copy.deepcopy(model).parameters())
+        g_n = []
+        for j in range(4):
+            twin = copy.deepcopy(model)
+            g_n.append(gradients(loss_of(twin(x[j : j + 1])) * 0.01, list(twin.parameters())))
+        twin = copy.deepcopy(model).eval()
+        truth = contributions(g_n, [torch.full_like(p, 0.05) for p in params], gradients(value(twin), list(twin.parameters())))
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            (loss_of(model(x)) * 0.01).backward()
+            optimizer.step()
+        worst = max(worst, relative_error(accountant.last.contributions["validation"], truth))
+    return worst
+
+
+@pytest.mark.parametrize("begins", [0, 5])
+@pytest.mark.parametrize("how", LATE)
+def test_what_stood_beside_a_parameter_may_be_written_to_or_that_is_refused(how: str, begins: int) -> None:
+    """Steps 0 to 4 are looked at, the fifth is not; none is audited but the first."""
+    expected = LATE[how][begins > 0]
+    if expected == "scored":
+        assert score_late(how, begins) < 1e-9
+        return
+    with pytest.raises((RowOwnershipError, inrun.errors.StepError), match=expected):
+        score_late(how, begins)
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_control_without_writes_all_of_them_are_scored(how: str) -> None:
+    assert score_late(how, 99, steps=2) < 1e-9
+
+
+@pytest.mark.parametrize("how", ["buffer", "complex, buffer"])
+def test_a_step_that_was_to_be_run_again_is_scored(how: str) -> None:
+    """What a forward writes to is kept from then on."""
+    torch.manual_seed(0)
+    model = Late(how).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    accountant = inrun.Accountant(model, optimizer, lambda m: loss_of(m(floats(3, 5, 1))) * 0.01, method="first", audit_every=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with accountant.step(range(4)):
+            (loss_of(model(floats(4, 5))) * 0.01).backward()
+            optimizer.step()
+
+    for _ in range(5):
+        step()
+    model.writes = True
+    with pytest.raises((RowOwnershipError, inrun.errors.StepError), match=RUN_AGAIN):
+        step()
+    step()
+    assert accountant.last.step == 5
+
+
+class Listed(nn.Module):
+    """Holds parameters in containers, which have no forward, and uses them in ways that no kind describes."""
+
+    def __init__(self, shared: nn.ParameterDict | None = None) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.nested = nn.ModuleList([nn.ParameterList([torch.randn(D), torch.randn(D)])])
+        self.bank = shared if shared is not None else nn.ParameterDict({"own": torch.randn(D)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.view_as_complex(torch.stack([p.tanh() for p in (*self.nested[0], *self.bank.values())]).view(-1, 2))
+        return self.inner(x) * torch.view_as_real(whole).reshape(-1, D).prod(0)
+
+
+class Sharing(nn.Module):
+    """Two modules with one container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bank = nn.ParameterDict({"both": torch.randn(D)})
+        self.blocks = nn.ModuleList([Listed(bank), Listed(bank)])
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + x
+        return self.head(x).tanh()
+
+
+@pytest.mark.parametrize("module", [Listed, Sharing])
+def test_what_containers_hold_is_scored_by_the_module_around_them(module: Any) -> None:
+    torch.manual_seed(0)
+    assert score(module(), floats(4, 5), floats(3, 5, 1))[1] < 1e-9
+
+
+class Hidden(nn.Module):
+    """Uses a parameter where no operation tells of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.entries = nn.Linear(D, D), nn.Parameter(torch.randn(D))
+        self.register_buffer("places", torch.stack([torch.arange(D), torch.arange(D).flip(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.eye(D, dtype=x.dtype) + torch.sparse_coo_tensor(self.places, self.entries * 2.0, (D, D))
+        return nn.functional.linear(self.inner(x), weight).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_parameters_that_no_operation_tells_of_go_through_the_fallback() -> None:
+    torch.manual_seed(0)
+    accountant, error = score(Hidden(), floats(4, 5), floats(3, 5, 1))
+    assert error < 1e-9
+    assert any(site.rule.replays for site in accountant._run.capture.sites)
+
+
+class Recurrent(nn.Module):
+    """A recurrent network with a parametrised weight has no rule; its last states have the samples in the second dimension."""
+
+    def __init__(self, kind: type[nn.RNNBase], uses: str, layers: int = 1) -> None:
+        super().__init__()
+        self.kind, self.uses = kind, uses
+        self.inner = kind(D, D, num_layers=layers, batch_first=uses != "sequence-first")
+        parametrizations.weight_norm(self.inner, "weight_hh_l0")
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses == "sequence-first":
+            return self.head(self.inner(x.transpose(0, 1))[0].transpose(0, 1)).tanh()
+        out, last = self.inner(x)
+        last = last[0] if isinstance(last, tuple) else last
+        return self.head(out if self.uses == "outputs" else out * last.sum(0).unsqueeze(1)).tanh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recurrent:
+        """What torch keeps of the weights in a list cannot be copied."""
+        twin = Recurrent(self.kind, self.uses, self.inner.num_layers).double()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@pytest.mark.parametrize("layers", [1, 4], ids=["one layer", "as many layers as samples"])
+@pytest.mark.parametrize("uses", ["outputs", "last states", "sequence-first"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_what_runs_again_may_return_samples_in_the_second_dimension(kind: Any, uses: str, layers: int) -> None:
+    torch.manual_seed(0)
+    accountant, error = score(Recurrent(kind, uses, layers), floats(4, 5), floats(3, 5, 1))
+    assert error < 1e-9
+    assert any(site.rule.replays for site in accountant._run.capture.sites)

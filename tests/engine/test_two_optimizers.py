@@ -101,3 +101,21 @@ def test_a_parameter_that_changes_its_group_is_named() -> None:
     with pytest.raises(OptimizerError, match=r"0\.weight is no longer in the parameter group"):
         with accountant.step(range(4)):
             pass
+
+
+def test_an_optimizer_that_does_not_step_is_named() -> None:
+    """Its parameters got gradient; what the samples pushed there would be in no step."""
+    model = Heads().double()
+    parts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.body, model.a)]
+    accountant = inrun.Accountant(model, parts, lambda m: m(X.double(), "a").square().mean())
+    with pytest.raises(StepError, match=r"before SGD \(optimizer 1\) stepped, although a.weight, a.bias got gradient"):
+        with accountant.step(range(4)):
+            model(X.double(), "a").square().mean().backward()
+            parts[0].step()
+    for p in model.parameters():
+        p.grad = None
+    model.a.requires_grad_(False)  # the way out
+    with accountant.step(range(4)):
+        model(X.double(), "a").square().mean().backward()
+        parts[0].step()
+    accountant.close()

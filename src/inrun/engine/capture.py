@@ -28,7 +28,7 @@ from inrun.engine.microbatch import Microbatch
 from inrun.engine.plan import CallRecorder, Plan
 from inrun.engine.processes import Processes
 from inrun.engine.python_state import PythonState
-from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, no_reentry, run_eagerly
+from inrun.engine.quiet import Arguments, devices_of, forked_random, modes, plain_checkpoints, run_eagerly
 from inrun.engine.reads import RecordingReader, ScoringReader, output_apart, samples_of, track
 from inrun.engine.sites import Called, Site
 from inrun.errors import CoverageError, RowOwnershipError, StepError
@@ -37,7 +37,13 @@ from inrun.layers.layout import SHARED, TURNED
 from inrun.layers.packed import Packing
 from inrun.layers.reads import Tracked, UnreadableError
 from inrun.layers.trees import float_tensors, replace_float_tensors
-from inrun.torch_private import current_backward, detached_parameters, own_cache_of_parametrizations, without_attention_fast_path
+from inrun.torch_private import (
+    apply_as_it_is,
+    current_backward,
+    detached_parameters,
+    own_cache_of_parametrizations,
+    without_attention_fast_path,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class Capture:
     def replaying(self) -> Iterator[None]:
         """Let modules run again, unobserved, for the time of the block; what that leaves in Python is taken back."""
         held = self._replayed_state.hold(step=self._occasion.step)
-        with self.paused(), own_cache_of_parametrizations(), no_reentry(), held:
+        with self.paused(), own_cache_of_parametrizations(), plain_checkpoints(), held:
             yield
 
     @contextlib.contextmanager
@@ -271,9 +277,12 @@ class Capture:
                 self._state.hold(arguments),
                 without_attention_fast_path(),
                 own_cache_of_parametrizations(),
-                no_reentry(),
+                plain_checkpoints(),
             ):
-                return run_eagerly(self.model, *args, **kwargs)
+                out = run_eagerly(self.model, *args, **kwargs)
+                if isinstance(recorder, Recorder):
+                    recorder.note_written()
+                return out
         finally:
             recorder.close()
             if isinstance(recorder, Recorder):
@@ -329,9 +338,15 @@ class Capture:
             return value
         if not site.scored[name].is_parameter(value) or hasattr(value, "placements"):
             return value  # the latter is read by fully_shard itself, before it is whole: forwards do not see it
+        if isinstance(micro, MergedMicrobatch) and site.rule.reads:
+            raise CoverageError(
+                f"{site.title} reads {name} itself instead of handing it to a layer, which merged steps do not score: validation "
+                "gradient would leak into the update. Give the Accountant validation= and open steps without merged=, or freeze it."
+            )
         if isinstance(self._recorder, CallRecorder):
             return value
         if self._recorder is not None:
+            self._recorder.handed[site, name] = value
             return track(site, name, value, RecordingReader(self._recorder, samples_of(micro)))
         if not self._observing or (self._depth == 0 and current_backward() == -1):
             return value
@@ -405,7 +420,8 @@ class Capture:
         call = Call(rule, constants, n, asks, expands, one, packing, turn)
         # Where the framework's own run goes on beside them, copies are for what is asked alone.
         aside = layout == "apart" and self._reader is not None and self._reader.aside
-        tapped = Tapped.apply(call, buffers, micro.past, out.detach() if aside else out, len(inputs), *inputs, *asked)
+        passed = out.detach() if aside else out
+        tapped = apply_as_it_is(Tapped, passed, call, buffers, micro.past, passed, len(inputs), *inputs, *asked)
         return output_apart(site, out, tapped, self._reader) if layout == "apart" else tapped
 
     def _call(
@@ -475,6 +491,7 @@ class Capture:
         outputs = float_tensors(out)
         if not outputs:
             raise CoverageError(f"{site.title} has parameters but returns no floating-point tensor to score them by")
+        call.note_outputs(outputs)
         probes = micro.ask_outputs(site, tuple(scored), call, outputs)
         tapped: list[Tensor] = [Output.apply(x, probe) for x, probe in zip(outputs, probes, strict=True)]
         return replace_float_tensors(out, iter(tapped))

@@ -86,8 +86,15 @@ class Documents:
                 f"{site.title} cannot be scored for packed documents: its rule ({site.rule.label}) knows rows, not positions. "
                 "Freeze it, give one document per row, or give one id per row."
             )
-        if self.packing.features(shape) is None:
+        features = self.packing.features(shape)
+        if features is None:
             raise RowOwnershipError(_no_positions(site, shape, self._shape))
+        if not site.rule.by_position(site.module, len(features)):
+            raise CoverageError(
+                f"{site.title} cannot be scored for packed documents: it works on a tensor of shape {tuple(shape)} over the "
+                f"{self._shape[1]} positions together, and documents share them. Let it work on the {len(features)} dimensions "
+                "behind the positions, freeze it, or give one id per row."
+            )
 
     def check_output(self, site: Site, b: Tensor) -> None:
         """The same for gradient that came through an output of a module without a rule."""

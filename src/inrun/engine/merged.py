@@ -27,7 +27,7 @@ from inrun.layers import Layout, Merged, MergedAsk, MergedCall, MergedOwned, nby
 from inrun.layers.forms import Contraction
 from inrun.layers.layout import SHARED, TURNED, turned
 from inrun.layers.trees import float_tensors
-from inrun.torch_private import current_backward, detached_parameters
+from inrun.torch_private import apply_as_it_is, current_backward, detached_parameters
 
 
 class MergedDirections(Directions):
@@ -198,7 +198,7 @@ class MergedMicrobatch(Microbatch):
         asks, given, buffers = self._ask(site, names, constants, first, out.dtype)
         call = MergedCall(site.rule, constants, self.n, self.m, self.points, asks, expands, one, turn)
         parameters = [site.scored[name].parameter for name in names]
-        return Merged.apply(call, buffers, out, len(inputs), *inputs, *parameters, *given)
+        return apply_as_it_is(Merged, out, call, buffers, out, len(inputs), *inputs, *parameters, *given)
 
     def _by_rows_first(self, inputs: tuple[Tensor, ...], turn: str) -> tuple[Tensor, ...]:
         """Return the inputs of a call with the rows of the batch first, so that those of training can be told by their sizes."""

@@ -22,7 +22,7 @@ from inrun.engine.documents import Documents
 from inrun.engine.sites import Scored, Site
 from inrun.errors import CoverageError, DeferredMemoryError, StepError
 from inrun.layers import Ask, GradientShape, LayerRule, PackedReplay, Parts, RecordedCall, Replay, SketchPlan, from_bits, nbytes_of
-from inrun.torch_private import current_backward, version_of
+from inrun.torch_private import current_backward, unseen_by_modes, version_of
 
 if TYPE_CHECKING:
     from inrun.engine.extras import Extras
@@ -158,15 +158,20 @@ class Replayed(Waiting):
 
     def check_rows(self, n: int) -> None:
         """Raise if gradient came through an output that has no row per sample."""
+        if self.call.turned != {place for place, turned in self.call.rule.turned.items() if turned}:
+            raise StepError(
+                f"{self.site.title} has no rule, and an output of it has its samples in the second dimension, which no look at the "
+                "rows had shown; nothing was scored. It is known now: run this step again."
+            )
         for held in self.arrived.values():
-            for index, x in enumerate(held):
+            for index, x in enumerate(self.call.with_samples_first([None if x is None else x[0] for x in held])):
                 if x is not None and self.documents is not None:
-                    self.documents.check_output(self.site, x[0])
-                elif x is not None and not self.site.has_rows(index, x[0].shape, n):
+                    self.documents.check_output(self.site, x)
+                elif x is not None and not self.site.has_rows(index, x.shape, n):
                     names = ", ".join(s.name for s in self.scored.values())
                     raise CoverageError(
                         f"{names} cannot be scored: {self.site.title} has no rule, and gradient flows through its output of shape "
-                        f"{tuple(x[0].shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and take the "
+                        f"{tuple(x.shape)}, which has no row per sample (batch of {n}). Return per-sample outputs and take the "
                         "loss outside, or move the parameter into a small module of its own."
                     )
 
@@ -174,7 +179,8 @@ class Replayed(Waiting):
         self, name: str, n: int, quietly: Callable[[], AbstractContextManager[None]], known: Collection[int] = ()
     ) -> dict[int, GradientShape]:
         """Return the gradients of one parameter by backward, without those of the backwards ``known``."""
-        new = {k: parts for k, parts in zip(self.arrived, self.parts(), strict=True) if k not in known}
+        parts = [self.call.with_samples_first(held) for held in self.parts()]
+        new = {k: held for k, held in zip(self.arrived, parts, strict=True) if k not in known}
         if self.documents is None:
             return {k: Replay(self.call, name, parts, n, quietly) for k, parts in new.items()}
         packing, unit = self.documents.packing, self.documents.unit
@@ -247,9 +253,10 @@ class Microbatch:
     def _leaf(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a probe: a leaf of zeros that takes the memory of one number."""
         zero = self._zeros.get((dtype, device))
-        if zero is None:
-            zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
-        return zero.expand(shape).requires_grad_()
+        with unseen_by_modes():
+            if zero is None:
+                zero = self._zeros[dtype, device] = torch.zeros((), dtype=dtype, device=device)
+            return zero.expand(shape).requires_grad_()
 
     def leaf(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a probe."""
@@ -369,7 +376,8 @@ class Microbatch:
                 self.kept.append(waiting)
                 if kind.summable:
                     self._formed[key] = waiting
-                    buffers[name] = self.buffers.next(s, *parts[0], self.device)
+                    with unseen_by_modes():
+                        buffers[name] = self.buffers.next(s, *parts[0], self.device)
             asks.append(Ask(name, kept_as=kind, probes=len(leaves)))
             probes += leaves
         if self.documents is not None and asks:

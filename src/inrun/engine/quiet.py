@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
-from inrun.torch_private import buffers_written_silently, own_children
+from inrun.torch_private import buffers_written_silently, checkpoints_keep_nothing, own_children
 
 
 @contextlib.contextmanager
@@ -89,15 +89,17 @@ class _NotReentrant:
 
 
 @contextlib.contextmanager
-def no_reentry() -> Iterator[None]:
-    """Let reentrant activation checkpoints be the other kind for the time of the block.
+def plain_checkpoints() -> Iterator[None]:
+    """Let all activation checkpoints be of the one kind that can be differentiated in any way, for the time of the block.
 
-    Theirs can only be differentiated into ``.grad``, and not at all where no input requires gradient.
+    Reentrant ones can only be differentiated into ``.grad``, and not at all where no input requires gradient. Selective ones, which
+    keep nothing now, can be once: not for several points, nor twice.
     """
     before = checkpointing.CheckpointFunction
     checkpointing.CheckpointFunction = _NotReentrant  # type: ignore[assignment,misc]
     try:
-        yield
+        with checkpoints_keep_nothing():
+            yield
     finally:
         checkpointing.CheckpointFunction = before  # type: ignore[misc]
 

@@ -23,7 +23,7 @@ from inrun.layers.read_gradients import LinearReadRule, LookUpRule, ReadRule, Sp
 from inrun.layers.reads import Root, Track, Tracked, UnreadableError, reading_of, roots_of
 from inrun.layers.reads_convolved import ConvolutionReadRule, geometry_of
 from inrun.layers.seam_reads import Beside, Multiplied, Spread, arranged, expanded
-from inrun.torch_private import current_backward
+from inrun.torch_private import apply_as_it_is, current_backward
 
 _spread, _linear, _looked_up, _convolved, _read = SpreadRule(), LinearReadRule(), LookUpRule(), ConvolutionReadRule(), ReadRule()
 _table = TableRule()
@@ -91,10 +91,15 @@ class RecordingReader:
         """Whether the forward is still being recorded."""
         return not self.recorder.over
 
+    def _meet(self, *tracks: Track | Tensor | None) -> None:
+        """Note that parameters have met the samples."""
+        self.recorder.met |= {(root.site, root.name) for t in tracks if isinstance(t, Track) for root in t.roots}
+
     def look_up(self, table: Track, rows: Tensor, padding: int | None) -> Tensor:
         """Look up, and disturb one sample's rows where that is wanted."""
         if table.made_apart is not None:
             raise UnreadableError(table, "a look-up")
+        self._meet(table)
         return self.recorder.spread({root.site for root in table.roots}, table.plain[rows], 0, self.n, rows)
 
     def beside(self, real: Tensor, copied: Tensor, own: bool) -> Tensor:
@@ -128,12 +133,14 @@ class RecordingReader:
         if track.made_apart is not None and len(track.roots) > 1:
             raise UnreadableError(track, "an operation, mixed with other parameters")
         sites = {root.site for root in track.roots}
+        self._meet(track)
         return self.recorder.spread(sites, expanded(track.plain, dim, size, dims), dim, self.n, met)
 
     def linear(self, x: Tensor, weight: Track, bias: Track | Tensor | None, transposed: bool) -> Tensor:
         """Note whose rows ``x`` has."""
         if weight.made_apart is not None or (isinstance(bias, Track) and bias.made_apart is not None):
             raise UnreadableError(weight, F.linear)
+        self._meet(weight, bias)
         for site in {root.site for root in weight.roots}:
             self.recorder.note(site, x)
         return _multiply(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, transposed)
@@ -143,6 +150,7 @@ class RecordingReader:
         apart = [t for t in (weight, bias) if isinstance(t, Track) and t.made_apart is not None]
         if apart or geometry_of(weight.plain, options) is None:
             raise UnreadableError(weight, func)
+        self._meet(weight, bias)
         for site in {root.site for root in weight.roots}:
             self.recorder.note(site, x)
         made: Tensor = func(x, weight.plain, bias.plain if isinstance(bias, Track) else bias, **options)
@@ -167,7 +175,7 @@ class ScoringReader:
         """Return ``real``, whose gradient goes to ``copied``, too."""
         if not copied.requires_grad:
             return real
-        out: Tensor = Beside.apply(real, copied, own)
+        out: Tensor = apply_as_it_is(Beside, real, real, copied, own)
         return out
 
     def check(self, track: Track, operation: Any) -> None:
@@ -199,7 +207,8 @@ class ScoringReader:
         if not asks:
             return out
         constants = ({name: way for name, (_, way) in ways.items()}, *sizes)
-        tapped: Tensor = Tapped.apply(Call(_looked_up, constants, self.n, asks), buffers, self.micro.past, out, 1, rows, *asked)
+        call = Call(_looked_up, constants, self.n, asks)
+        tapped: Tensor = apply_as_it_is(Tapped, out, call, buffers, self.micro.past, out, 1, rows, *asked)
         return tapped
 
     @property
@@ -306,7 +315,7 @@ class ScoringReader:
             out: Tensor = Multiplied.apply(call, buffers, self.micro.past, x, weight.plain, plain_bias, *asked)
             return out
         made = _multiply(x, weight.plain, plain_bias, transposed)
-        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        tapped: Tensor = apply_as_it_is(Tapped, made, call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped
 
     def _linear_joined(self, tracks: dict[str, Track], transposed: bool, turn: str) -> tuple[Call | None, list[Tensor]] | None:
@@ -344,5 +353,5 @@ class ScoringReader:
         if not asks:
             return made
         call = Call(_convolved, (geometry_of(weight.plain, options), ways), self.n, asks)
-        tapped: Tensor = Tapped.apply(call, buffers, self.micro.past, made, 1, x, *asked)
+        tapped: Tensor = apply_as_it_is(Tapped, made, call, buffers, self.micro.past, made, 1, x, *asked)
         return tapped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,17 +265,44 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return own
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward (ParameterDict, ParameterList): modules around it use what it holds."""
+    return type(module).forward is nn.Module.forward
+
+
+def contained_parameters(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """Return what containers hold by the name of the module that answers for them, and the names there.
+
+    That is the innermost module with a forward around all places where a container is registered: if it has to run again, all
+    uses run again with it.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in modules.items():
+        if name and is_container(module) and own_parameters(module):
+            places.setdefault(module, []).append(name)
+    found: dict[str, dict[str, nn.Parameter]] = {}
+    for container, names in places.items():
+        above = [name.split(".")[:-1] for name in names]
+        owner = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*above, strict=False))]
+        while owner and is_container(modules[".".join(owner)]):
+            owner.pop()
+        inside = ".".join(names[0].split(".")[len(owner) :])
+        found.setdefault(".".join(owner), {}).update({f"{inside}.{n}": p for n, p in own_parameters(container).items()})
+    return found
+
+
 def _inside(name: str, owners: Iterable[str]) -> bool:
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)
 
 
-def _find_read_outside(model: nn.Module, sites: list[Site]) -> None:
+def _find_read_outside(model: nn.Module, sites: list[Site], contained: Collection[str]) -> None:
     """Watch the children of modules that read parameters: they like to read their children's, too (Mamba's convolution)."""
     of_module = {site.module: site for site in sites}
-    for module in model.modules():
+    for name, module in model.named_modules():
         children = [site for child in module.children() if (site := of_module.get(child)) is not None]
         watched = [s for s in children if not (s.rule.reads or s.rule.replays or s.rule.whole or s.rule.sparse)]
-        if watched and own_parameters(module) and find_rule(module) is None:
+        if watched and (own_parameters(module) or name in contained) and find_rule(module) is None:
             for site in watched:
                 site.let_be_read()
 
@@ -284,10 +311,12 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
     """Find the modules to observe, one per module object; tell every parameter who scores it."""
     sites: list[Site] = []
     whole: list[str] = []  # modules whose listed children are answered for by the fallback
+    contained = contained_parameters(model)
     for name, module in model.named_modules():
-        if _inside(name, whole):
+        if _inside(name, whole) or is_container(module):
             continue
-        own = {local: scored[p] for local, p in own_parameters(module).items() if p in scored}
+        held = own_parameters(module) | contained.get(name, {})
+        own = {local: scored[p] for local, p in held.items() if p in scored}
         if parametrize.is_parametrized(module):
             whole.append(f"{name}.parametrizations" if name else "parametrizations")
         if isinstance(module, nn.MultiheadAttention):
@@ -303,7 +332,7 @@ def find_sites(model: nn.Module, scored: dict[nn.Parameter, Scored]) -> list[Sit
         for local, s in own.items():
             s.add_use(site, local)
         sites.append(site)
-    _find_read_outside(model, sites)
+    _find_read_outside(model, sites, contained)
     unowned = [s.name for s in scored.values() if not s.uses]
     if unowned:
         raise CoverageError(f"no module owns the trainable parameters {', '.join(unowned)}")

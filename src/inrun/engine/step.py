@@ -415,14 +415,30 @@ class Step(OpenStep):
             self.watch.measure()
             norms = torch.stack([note.norm.double() for note in self.watch.seen.values()])
             if bool(torch.isfinite(norms).all()):
-                raise StepError(
-                    "the step ended without optimizer.step(); call it inside the `with` block, so that the "
-                    "contributions get this update's learning rate and clip factor"
-                )
+                raise StepError(self._not_stepped())
+
+    def _not_stepped(self) -> str:
+        """Say that an optimizer has not stepped; where others have, which one, and that it must unless its part is frozen."""
+        if not self.game.settlement.settled:
+            return (
+                "the step ended without optimizer.step(); call it inside the `with` block, so that the "
+                "contributions get this update's learning rate and clip factor"
+            )
+        waiting = [s for s in self.setup.scored if s.optimizer in self._unsettled() and s.parameter in self.watch.seen]
+        kinds = sorted({f"{type(s.owner).__name__} (optimizer {s.optimizer})" for s in waiting})
+        return (
+            f"the step ended before {', '.join(kinds)} stepped, although {', '.join(s.name for s in waiting[:5])} got gradient; "
+            "the samples' part in it would be in no step. Step all optimizers in the `with` block, or freeze the parameters of "
+            "those that rest (requires_grad_(False)) before the forward."
+        )
+
+    def _unsettled(self) -> set[int]:
+        """Return the optimizers whose parameters got gradient and that have not stepped, nor were about to."""
+        return {s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen} - self.game.settlement.settled
 
     def _settled_all(self) -> bool:
         """Whether every optimizer whose parameters got gradient has stepped, or was about to."""
-        return not {s.optimizer for s in self.setup.scored if s.parameter in self.watch.seen} - self.game.settlement.settled
+        return not self._unsettled()
 
     def _contributions(self) -> Tensor:
         if self._dropped:

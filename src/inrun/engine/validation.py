@@ -16,7 +16,7 @@ from inrun.engine.fold import Folds
 from inrun.engine.guards import BufferGuard
 from inrun.engine.processes import Meeting, Processes
 from inrun.engine.python_state import PythonState
-from inrun.engine.quiet import devices_of, forked_random, modes, no_reentry, run_eagerly, seed_of
+from inrun.engine.quiet import devices_of, forked_random, modes, plain_checkpoints, run_eagerly, seed_of
 from inrun.engine.sharded import backward_beside, in_own_precision, reshard
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
@@ -216,7 +216,7 @@ class Validation:
         with self.processes.together("the validation losses", step) as meeting:
             for name in self.names:
                 afresh, random_state, flags, buffers = self._quiet(name, step)
-                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
+                with afresh, random_state, flags, buffers, torch.no_grad(), plain_checkpoints():
                     parts.append(self._loss(name, step).detach().reshape(-1).double())
             found = torch.cat(parts)
             meeting.own = [len(found)]
@@ -230,7 +230,7 @@ class Validation:
         with self.processes.together("the validation losses", step) as meeting:
             for name in self.names:
                 afresh, random_state, flags, buffers = self._quiet(name, step)
-                with afresh, random_state, flags, buffers, torch.no_grad(), no_reentry():
+                with afresh, random_state, flags, buffers, torch.no_grad(), plain_checkpoints():
                     loss = self._loss(name, step)
                 found += self._labels(name, loss)
             meeting.own = [len(found)]
@@ -296,7 +296,7 @@ class Validation:
         found: list[list[Tensor | None]] = []
         for name in self.names:
             afresh, random_state, flags, buffers = self._quiet(name, step)
-            with afresh, random_state, flags, buffers, torch.enable_grad(), no_reentry():
+            with afresh, random_state, flags, buffers, torch.enable_grad(), plain_checkpoints():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(

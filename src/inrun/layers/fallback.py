@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.errors import CoverageError, StepError
-from inrun.layers.layout import dot_each
+from inrun.layers.layout import Layout, dot_each
 from inrun.layers.registry import LayerRule
 from inrun.layers.shapes import GradientShape
 from inrun.layers.trees import flatten, float_tensors, unflatten
@@ -48,6 +48,8 @@ class FallbackRule(LayerRule):
         self.separates = True
         #: Arguments (by place) that have one row per sample, where that was seen; the others are the same for all samples.
         self.split: dict[int, bool] = {}
+        #: Outputs (by place) in which samples were seen, and whether these are in the second dimension.
+        self.turned: dict[int, bool] = {}
         #: Buffers that a forward in eval or train mode writes to, once seen: a replay must start from what they were.
         self.written: dict[bool, set[str]] = {}
 
@@ -58,6 +60,10 @@ class FallbackRule(LayerRule):
     def note_rows(self, argument: int) -> None:
         """Remember that an argument (by place) was seen to have one row per sample."""
         self.split[argument] = True
+
+    def note_output(self, index: int, layout: Layout) -> bool:
+        """Remember whether an output has its samples in the second dimension."""
+        return self.turned.setdefault(index, layout == "second") == (layout == "second")
 
     def note_unbatched(self) -> None:
         """Remember that an operation of the module cannot be batched."""
@@ -79,6 +85,7 @@ class RecordedCall:
         """Note all of it, before the call."""
         buffers = dict(module.named_buffers())
         self.module, self.rule, self.training = module, rule, module.training
+        self.turned = {place for place, turned in rule.turned.items() if turned}
         written = rule.written.get(self.training, set(buffers))
         self.buffers = {k: b.clone() for k, b in buffers.items() if k in written}
         self.buffer_versions = {k: version_of(b) for k, b in buffers.items()}
@@ -93,16 +100,45 @@ class RecordedCall:
         self.versions = [version_of(x) for x in self.watched]
         #: Which of them the call itself wrote to.
         self.overwritten: list[str] = []
+        #: Buffers that it wrote to and that no call had written to before, so that what was there is gone.
+        self.lost: list[str] = []
+        #: What its outputs were, row by row.
+        self.outputs: list[tuple[Tensor, Tensor]] = []
 
     def note_written(self) -> None:
         """After the call: keep copies of those buffers only that it wrote to; note what else it wrote to."""
         written = {k for k, b in self.module.named_buffers() if self.buffer_versions.get(k) != version_of(b)}
         self.rule.note_written(self.training, written)
+        self.lost = sorted(written - self.buffers.keys())
         self.buffers = {k: b for k, b in self.buffers.items() if k in written}
         if self.versions != [version_of(x) for x in self.watched]:
             names = [*("its input" for x in self.leaves if isinstance(x, Tensor)), *(k for k, _ in self.module.named_parameters())]
             moved = [version_of(x) != before for x, before in zip(self.watched, self.versions, strict=True)]
             self.overwritten = sorted({name for name, m in zip(names, moved, strict=True) if m})
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Keep what a run must give again, as two numbers per row."""
+        self.outputs = [_printed(x) for x in self.with_samples_first(outputs)]
+
+    def with_samples_first(self, outputs: list[Any]) -> list[Any]:
+        """Turn outputs, or gradients at them, that have their samples in the second dimension; None stays."""
+        return [x if x is None or place not in self.turned else x.transpose(0, 1) for place, x in enumerate(outputs)]
+
+    def check_outputs(self, outputs: dict[int, Tensor]) -> None:
+        """Raise if a run with the same weights and arguments gave other outputs (by place): that was another function."""
+        rounded = self.autocast[0]
+        for place, x in outputs.items():
+            if place >= len(self.outputs):
+                continue
+            (was, size), (now, _) = self.outputs[place], _printed(x)
+            tolerance = 3e-2 if rounded or x.dtype.itemsize < 4 else 1e-3 if x.dtype == torch.float32 else 1e-5
+            if was.shape != now.shape or bool(((now - was).abs() > tolerance * size).any()):
+                raise StepError(
+                    f"{type(self.module).__name__} has no rule and must run again, and its output of shape {tuple(x.shape)} is "
+                    "another one then: its forward, or the loop since, has changed something that it depends on (a counter or a "
+                    "tensor that is an attribute, a buffer written through .data or outside the forward). Keep such state in "
+                    "registered buffers and write to them in the forward, in place: these are put back. Or freeze its parameters."
+                )
 
     def check(self) -> None:
         """Raise if an argument or a weight was overwritten in the call or since: a replay would be another function."""
@@ -112,6 +148,12 @@ class RecordedCall:
                 f"{', '.join(self.overwritten)} itself, so that it would be another function: write to a copy of an input, and "
                 "change weights (clamp_, renormalisation, max_norm) behind optimizer.step() instead of in the forward"
             )
+        if self.lost:
+            raise StepError(
+                f"{type(self.module).__name__} has no rule and must run again, but its forward has written to "
+                f"{', '.join(self.lost)} for the first time, so that what was there is gone; nothing was scored. It is kept from "
+                "now on: run this step again."
+            )
         if self.versions != [version_of(x) for x in self.watched]:
             raise StepError(
                 f"{type(self.module).__name__} has no rule and must run again, but its input or its weights were changed in place "
@@ -119,7 +161,7 @@ class RecordedCall:
             )
 
     def run(self, parameters: dict[str, Tensor], leaves: list[Any] | None = None) -> list[Tensor]:
-        """Run the module with other parameters (and arguments); return its floating-point output tensors in order."""
+        """Run the module with other parameters (and arguments); return its floating-point outputs in order, samples first."""
         self.check()
         args, kwargs = unflatten(self.leaves if leaves is None else leaves, self.structure)
         cpu, cuda = self.random_state
@@ -136,7 +178,7 @@ class RecordedCall:
             # Buffers are copied: a second forward must not count twice in running statistics.
             copies = {name: self.buffers.get(name, b).clone() for name, b in self.module.named_buffers()}
             out = torch.func.functional_call(self.module, copies | parameters, args, kwargs, tie_weights=False)
-        return float_tensors(out)
+        return self.with_samples_first(float_tensors(out))
 
 
 class Replay(GradientShape):
@@ -145,7 +187,7 @@ class Replay(GradientShape):
     Args (of the constructor):
         call: The recorded call.
         name: The parameter, relative to the module.
-        b: Gradients at the module's floating-point outputs, in order; None where none arrived.
+        b: Gradients at the module's floating-point outputs, in order, samples first; None where none arrived.
         n: Samples.
         quietly: Makes a context in which the module's parts run unobserved.
     """
@@ -184,6 +226,7 @@ class Replay(GradientShape):
         with self.quietly(), torch.enable_grad():
             value = parameter.clone().requires_grad_()
             outs = self.call.run({self.name: value})
+            self.call.check_outputs(dict(enumerate(outs)))
             pairs = [(out, b) for out, b in zip(outs, self.b, strict=True) if b is not None and out.requires_grad]
             if not pairs:
                 return torch.zeros_like(parameter)
@@ -201,10 +244,12 @@ class Replay(GradientShape):
         def run(value: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.call.run({self.name: value}))
 
-        scores = []
+        scores: list[Tensor] = []
         for direction in v:
             with no_grad_in_forward_mode():
-                tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[1]
+                outs, tangents = torch.func.jvp(run, (parameter,), (direction.to(parameter.dtype),))[:2]
+            if not scores:
+                self.call.check_outputs(dict(enumerate(outs)))
             scores.append(self._contract_outputs(tangents))
         return torch.stack(scores, dim=1)
 
@@ -240,6 +285,7 @@ class Replay(GradientShape):
         with torch.enable_grad():
             value = parameter.clone().requires_grad_()
             outs = self.call.run({self.name: value})
+            self.call.check_outputs(dict(enumerate(outs)))
             used = [i for i, (out, b) in enumerate(zip(outs, self.b, strict=True)) if b is not None and out.requires_grad]
             for j in range(self.n if used else 0):
                 mine = self._gradients_of(j)
@@ -323,6 +369,7 @@ class Replay(GradientShape):
         choices = [[*sure, *leading], sure, [*sure, *doubtful], [*sure, *(i for i in doubtful if i not in leading)]]
         parameter = call.module.get_parameter(self.name).detach()
         whole = call.run({self.name: parameter})
+        call.check_outputs(dict(enumerate(whole)))
         problem: Exception | None = None
         for choice in choices:
             split = tuple(sorted(set(choice)))
@@ -344,6 +391,15 @@ class Replay(GradientShape):
             + ". Usual causes: a mask that does not have one row per sample, offsets into a flat input, rows routed to experts. "
             "Freeze its parameters, or replace it by layers that have a rule."
         )
+
+
+@torch.no_grad()
+def _printed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ w x of every leading row, with weights that tell entries apart, and Σ w |x|."""
+    rows = x.detach().reshape(1, -1) if x.dim() == 0 else x.detach().flatten(1) if x.dim() > 1 else x.detach().unsqueeze(1)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    weights = torch.linspace(0.5, 1.5, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    return rows @ weights, rows.abs() @ weights
 
 
 @contextlib.contextmanager

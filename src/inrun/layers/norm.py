@@ -120,6 +120,12 @@ class NormRule(LayerRule):
             found["bias"] = Formed(sum_positions(summed) if exact else summed.sum(1, dtype=wide))
         return found
 
+    def by_position(self, module: nn.Module, features: int) -> bool:
+        """Unless it is over the positions, too."""
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return weight.dim() <= features
+
     def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
         """Over one dimension, in full precision."""
         x, weight = inputs[0], module.weight

@@ -234,7 +234,8 @@ class PackedReplay(Replay):
             outs = self.call.run({self.name: value})
             return tuple(out for out, b in zip(outs, self.b, strict=True) if b is not None)
 
-        pull = torch.func.vjp(run, parameter)[1]
+        outs, pull = torch.func.vjp(run, parameter)[:2]
+        self.call.check_outputs(dict(zip((i for i, b in enumerate(self.b) if b is not None), outs, strict=True)))
 
         def one_document(number: Tensor) -> Tensor:
             mine = (self.unit == number).unsqueeze(1)

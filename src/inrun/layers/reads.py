@@ -93,6 +93,7 @@ class UnreadableError(CoverageError):
     def __init__(self, track: Track, operation: Any) -> None:
         """Name the parameter and the operation."""
         super().__init__(f"{track.name} meets the samples in {getattr(operation, '__name__', operation)}")
+        self.names = track.name
         self.sites = [root.site for root in track.roots]
 
 
@@ -139,6 +140,19 @@ class Track:
     def made_apart(self) -> Root | None:
         """Return the output of a layer from which it was computed, if it was; nothing else may be in it then."""
         return next((root for root in self.roots if root.call is not None), None)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor beside parameters, as it was when an operation took it: the operation runs again in the backward."""
+
+    tensor: Tensor
+    version: int
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether it was written to since."""
+        return version_of(self.tensor) != self.version
 
 
 #: One operation on what is read: what it is, of which parameters, and the patterns of all shapes by which its kind is chosen; and
@@ -237,7 +251,7 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _plain_tensors(x)
 
 
-def _mapped(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _mapped(tree: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
     """Return a tree with every object of a kind changed."""
     if isinstance(tree, kind):
         return change(tree)
@@ -389,23 +403,48 @@ def _one(func: Any, args: Any, kwargs: dict[str, Any], out: Any, tracks: list[Tr
         return out
     roots: dict[Root, tuple[Tensor, Callable[[Tensor], Tensor] | None, bool]] = {}
     # Tensors may be written to later; what they were made of is kept as it is now.
-    given, named = _mapped((args, kwargs), Tracked, lambda x: x.track)
+    given, named = _mapped((args, kwargs), Tensor, lambda x: x.track if isinstance(x, Tracked) else Held(x, version_of(x)))
     for root, (parameter, _, _) in {k: v for t in tracks for k, v in t.roots.items()}.items():
+        as_it_is = Held(parameter, version_of(parameter))
 
-        def run(p: Tensor, root: Root = root) -> Tensor:
-            def value(track: Track) -> Tensor:
-                if root not in track.roots:
-                    return track.plain.detach()
-                function = track.roots[root][1]
+        def run(p: Tensor, root: Root = root, itself: Held = as_it_is) -> Tensor:
+            if root.call is None and itself.overwritten:
+                raise _written_since(tracks[0], "the parameter itself")
+
+            def value(x: Track | Held) -> Tensor:
+                if isinstance(x, Held):
+                    if x.overwritten:
+                        raise _written_since(tracks[0], f"a tensor of shape {tuple(x.tensor.shape)} beside it")
+                    return x.tensor
+                if root not in x.roots:
+                    return _as_it_was(x)
+                function = x.roots[root][1]
                 return p if function is None else function(p)
 
-            made = func(*_mapped(given, Track, value), **_mapped(named, Track, value))
+            made = func(*_mapped(given, (Track, Held), value), **_mapped(named, (Track, Held), value))
             found: Tensor = made if place is None else made[place]
             return found
 
         linear = func in VIEWS and len(tracks) == 1 and tracks[0].roots[root][2]
         roots[root] = (parameter, run, linear)
     return Tracked.of(Track.of(out, roots, reader))
+
+
+def _as_it_was(track: Track) -> Tensor:
+    """Return a tensor as it was when its functions described it, whatever has been written into its memory since."""
+    if not track.overwritten:
+        return track.plain.detach()
+    for root, (parameter, function, _) in track.roots.items():
+        if function is not None and root.call is None:
+            return function(parameter.detach())
+    raise _written_since(track, "it")
+
+
+def _written_since(track: Track, what: str) -> UnreadableError:
+    """Return what to raise in a backward that must run an operation again on what is no longer there."""
+    problem = UnreadableError(track, f"an operation after which {what} was written to in place")
+    track.reader.cannot_follow(problem)
+    return problem
 
 
 def sample_dim(shape: torch.Size, n: int) -> int | None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from inrun.errors import CoverageError
+from inrun.layers.layout import Layout
 from inrun.layers.shapes import Formed, GradientShape, Parts
 from inrun.layers.sketch import SketchPlan
 
@@ -70,6 +71,14 @@ class LayerRule:
     turns: ClassVar[bool] = False
     #: The layer's own forward and backward, where the rule has one.
     owner: ClassVar[Owner | None] = None
+
+    def note_output(self, index: int, layout: Layout) -> bool:
+        """Take note of how samples lie in an output of a module that runs again; tell whether that agrees with before."""
+        return True
+
+    def by_position(self, module: nn.Module, features: int) -> bool:
+        """Whether a call treats every position by itself, where so many dimensions follow the positions."""
+        return self.positionwise
 
     def covers(self, module: nn.Module, names: set[str]) -> bool:
         """Whether the rule knows all these parameters of a module."""

@@ -107,8 +107,11 @@ def decay_of(group, optimizer) -> tuple[float, float]:
     return 0.0, decay
 
 
-def run(optimizer_class, options, push, gain, early, steps=SEQUENCE, clip=0.5, points=3, groups=False, **more):
-    """Train with an exact accountant and a brute force beside it; schedule of lr (and betas), two microbatches at odd steps."""
+def run(optimizer_class, options, push, gain, early, steps=SEQUENCE, clip=0.5, points=3, groups=False, to_none=True, **more):
+    """Train with an exact accountant and a brute force beside it; schedule of lr (and betas), two microbatches at odd steps.
+
+    Gradients that are not set ``to_none`` but to zeros let the optimizer move a tensor that is frozen, by its momentum.
+    """
     torch.manual_seed(0)
     model = tiny()
     parameters = list(model.parameters())
@@ -150,10 +153,10 @@ def run(optimizer_class, options, push, gain, early, steps=SEQUENCE, clip=0.5, p
             norm = torch.nn.utils.clip_grad_norm_(parameters, clip)
             factor = min(1.0, clip / (float(norm) + 1e-6))
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
         if not accountant._run.credit.open:
             accountant.settled_at_once.append(accountant.last.contributions["validation"])
-        stepped = [not (frozen and i == len(parameters) - 1) for i in range(len(parameters))]
+        stepped = [not (frozen and to_none and i == len(parameters) - 1) for i in range(len(parameters))]
         owner = {p: g for g in optimizer.param_groups for p in g["params"]}
         parameters[-1].requires_grad_(True)
         with accountant.paused():
@@ -218,8 +221,12 @@ def test_rmsprop_with_momentum_has_whole_credit_with_exact_memory(caplog) -> Non
     assert "step by step" not in caplog.text
 
 
-def test_two_groups_cycled_betas_and_a_tensor_frozen_in_between() -> None:
-    accountant, brute = run(*CASES["adamw"], groups=True)
+@pytest.mark.parametrize("memory", ["exact", "sketch"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_two_groups_cycled_betas_and_a_tensor_frozen_in_between(to_none: bool, memory: str) -> None:
+    """With zeros in its gradient the tensor moves on by momentum and decay while it is frozen, and that is paid."""
+    more = {"credit_memory": memory} | ({"sketch": 10**6} if memory == "sketch" else {})
+    accountant, brute = run(*CASES["adamw"], groups=True, to_none=to_none, **more)
     assert brute.off < 1e-9
     assert relative_error(so_far(accountant), torch.cat(brute.credit)) < 1e-9
 

@@ -141,7 +141,8 @@ def _message(entry: Entry, bad: Tensor, documents: Documents, chosen: Tensor) ->
 def exchange_documents(arguments: Arguments, documents: Documents, chosen: Tensor) -> Arguments | None:
     """Return the arguments with the content of ``chosen`` documents ``[U]`` exchanged; None if that changes nothing.
 
-    Inside a document, entries move by one place; a document of equal entries takes another's. What tells where documents lie
+    Inside a document, entries move by one place and one becomes another, since what sees their sum or mean (attention without
+    positions, statistics) does not see them move; a document of equal entries takes another's. What tells where documents lie
     stays: position ids, masks, numbers of documents, separators.
     """
     leaves, structure = flatten(arguments)
@@ -179,7 +180,7 @@ def _separators(flat: Tensor, first: Tensor, last: Tensor) -> Tensor:
 
 
 def _exchange(x: Tensor, documents: Documents, chosen: Tensor) -> Tensor:
-    """Move entries by one place inside the chosen documents; separators stay."""
+    """Move entries by one place inside the chosen documents, and change one; separators stay."""
     flat, unit = documents.packing.by_position(x.detach()).clone(), documents.unit_on_host
     places = torch.nonzero(unit >= 0).flatten()
     starts = places[torch.diff(unit[places], prepend=torch.tensor([-1])) != 0]
@@ -187,6 +188,7 @@ def _exchange(x: Tensor, documents: Documents, chosen: Tensor) -> Tensor:
     free = unit >= 0
     if flat.dim() == 1:
         free &= ~torch.isin(flat.cpu(), _separators(flat.cpu(), starts, ends))
+    before = flat[torch.nonzero(free).flatten().to(flat.device)]
     for u in torch.nonzero(chosen).flatten().tolist():
         mine = torch.nonzero((unit == u) & free).flatten().to(flat.device)
         new = flat[mine].roll(1, 0)
@@ -194,5 +196,8 @@ def _exchange(x: Tensor, documents: Documents, chosen: Tensor) -> Tensor:
             other = torch.nonzero(free & (unit != u)).flatten().to(flat.device)
             differs = (flat[other] != flat[mine[0]]).reshape(len(other), -1).any(1)
             new = flat[other[differs][:1]].expand_as(new) if bool(differs.any()) else new
+        elif len(mine):
+            differs = (before != new[0]).reshape(len(before), -1).any(1)
+            new[0] = before[differs][0]
         flat[mine] = new
     return flat.view(x.shape)

@@ -156,6 +156,8 @@ class Examiner:
             )
         look = Look(self.passes, arguments, n)
         self._note_unused(look.recorder)
+        meetings.check_written(look)
+        meetings.check_followed(look)
         broken = next((e for e in look.base if not bool(torch.isfinite(e.rows).all())), None)
         if broken is not None and question.verified:
             return Found(
@@ -251,11 +253,12 @@ class Examiner:
                 self.passes.follow(self.passes.apart | {(e.site, pattern_of(e.shape, n)) for e in free if e.site is not None})
                 raise TakenApartError from error
         found: dict[Key, Layout] = {}
-        for entry, layout in zip(look.base, layouts, strict=True):
+        for entry, layout, possible in zip(look.base, layouts, look.possible, strict=True):
             if layout is None:
                 continue
             assert entry.site is not None
-            if found.setdefault(key_of(entry.site, entry.shape, n), layout) != layout:
+            told = entry.output is None or possible is None or entry.site.rule.note_output(entry.output, layout)
+            if found.setdefault(key_of(entry.site, entry.shape, n), layout) != layout or not told:
                 raise RowOwnershipError(f"{entry.site.name} is called with rows laid out in two ways in one forward")
         return found
 

@@ -80,7 +80,9 @@ class Passes:
 
     def record(self, arguments: Arguments, recorder: Recorder) -> tuple[Recorder, list[Tensor]]:
         """Run the model and return the recorder and the model's outputs."""
-        return recorder, [x.detach() for x in float_tensors(self.run(arguments, recorder))]
+        outputs = float_tensors(self.run(arguments, recorder))
+        recorder.note_reached(outputs)
+        return recorder, [x.detach() for x in outputs]
 
     def record_exchanged(self, arguments: Arguments, n: int) -> tuple[Recorder, list[Tensor]]:
         """Run the model with one sample exchanged; it may not take such a batch."""

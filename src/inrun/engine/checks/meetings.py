@@ -11,7 +11,7 @@ from inrun.engine.checks.look import Look, UnfollowedError, free_message, unread
 from inrun.engine.checks.movement import only_block
 from inrun.engine.checks.recorder import Recorder, moved_rows
 from inrun.engine.sites import Site
-from inrun.errors import RowOwnershipError
+from inrun.errors import CoverageError, RowOwnershipError
 from inrun.layers.reads import sample_dim
 
 
@@ -38,6 +38,23 @@ def note_exchange(look: Look, exchanged: Recorder, sample: int) -> None:
         look.doubtful.add(i)
         if met.others is not None and after.others is not None and only_block(moved_rows(met.others, after.others), n, sample):
             raise _reaches_others(met.sites, n)
+
+
+def check_written(look: Look) -> None:
+    """Raise if the forward writes to what stood beside a parameter: a backward makes what is read from it once more."""
+    for constant in look.recorder.constants:
+        if constant.written:
+            problem = constant.problem
+            why = f"a tensor of shape {tuple(constant.shape)} is used beside {problem.names} and written to in place afterwards"
+            raise UnfollowedError(problem.sites, why, CoverageError(f"{why}, which no rule describes; write to a copy of it"))
+
+
+def check_followed(look: Look) -> None:
+    """Raise if a parameter reaches the outputs in a way that no operation told of (sparse tensors, kernels of others)."""
+    if look.recorder.unfollowed:
+        names = ", ".join(sorted(f"{site.name}.{name}".lstrip(".") for site, name in look.recorder.unfollowed))
+        why = f"{names} is used in an operation that cannot be followed"
+        raise UnfollowedError([site for site, _ in look.recorder.unfollowed], why, CoverageError(f"{why}; freeze it"))
 
 
 def check_constants(look: Look) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.setup import Setup
+from inrun.engine.sites import Site
 from inrun.errors import ConfigurationError, CoverageError, StepError, ValidationError
 from inrun.torch_private import buffers_written_silently
 
@@ -37,14 +38,24 @@ def check_merged_step(setup: Setup, ids: Any, rows: int | None, points: bool) ->
         )
 
 
+def _idle(site: Site) -> bool:
+    """Whether layers with a rule use all that a module registers, so that it need not read them itself (BERT's head bias)."""
+    others = [[other.rule for other, _ in s.uses if other is not site] for s in site.scored.values()]
+    return all(any(not (rule.reads or rule.replays or rule.whole) for rule in rules) for rules in others)
+
+
 def check_merged_model(setup: Setup) -> None:
     """Raise for what would let validation gradient leak into the update, or training rows into validation."""
     way_out = "give the Accountant validation= and open steps without merged="
-    alien = [site.title for site in setup.sites if site.rule.replays or site.rule.reads or site.rule.whole]
+    alien = [
+        f"{', '.join(site.scored)} of {site.title}"
+        for site in setup.sites
+        if site.rule.replays or site.rule.whole or (site.rule.reads and not _idle(site))
+    ]
     if alien:
         raise CoverageError(
-            f"merged steps need a rule of their own for every layer, or validation gradient leaks into the update; "
-            f"{', '.join(alien[:5])} has none: {way_out}, or freeze its parameters"
+            f"merged steps need a layer with a rule of its own for every parameter, or validation gradient leaks into the update; "
+            f"{', '.join(alien[:5])} has none: {way_out}, or freeze it"
         )
     coupled = [name for name, m in setup.model.named_modules() if m.training and buffers_written_silently(m)]
     if coupled:

@@ -37,7 +37,8 @@ def entry_of(x: Tensor) -> Entry:
 def possible_layouts(before: Entry, after: Entry, n: int, sample: int, anywhere: bool = False) -> set[Layout] | None:
     """Return the layouts in which one sample's entries alone moved, none if others did; None if nothing moved.
 
-    Layers that treat all positions alike may have the samples in the second dimension; ``anywhere`` asks for all layouts.
+    Layers that treat all positions alike may have the samples in the second dimension, and so may what modules without a rule
+    return (the last states of recurrent ones); ``anywhere`` asks for all layouts.
     """
     moved = moved_rows(before.rows, after.rows)
     if not bool(moved.any()):
@@ -46,10 +47,11 @@ def possible_layouts(before: Entry, after: Entry, n: int, sample: int, anywhere:
     found: set[Layout] = set()
     if size % n == 0 and only_block(moved, n, sample):
         found.add("rows" if size == n else "flat")
-    if anywhere or (before.site is not None and before.site.rule.turns and before.output is None):
+    turns = anywhere or (before.site is not None and before.site.rule.turns and before.output is None)
+    if turns or before.output is not None:
         if _only_column(before, after, n, sample):
             found.add("second")
-        if size > n and _only_every(moved, n, sample):
+        if turns and size > n and _only_every(moved, n, sample):
             found.add("cycled")
     return found
 

@@ -14,8 +14,9 @@ from inrun.engine.sites import Site
 from inrun.errors import RowOwnershipError
 from inrun.layers import Packing, RecordedCall
 from inrun.layers.layout import Pattern, pattern_of
-from inrun.layers.reads import Reading, Tracked, UnreadableError
+from inrun.layers.reads import Held, Reading, Tracked, UnreadableError
 from inrun.layers.trees import float_tensors
+from inrun.torch_private import leaves_behind, version_of
 
 
 @dataclass
@@ -40,6 +41,8 @@ class Constant:
     problem: UnreadableError
     shape: torch.Size
     print: Tensor
+    #: Whether the forward wrote to it afterwards: what is read is made again from it in the backward.
+    written: bool = False
 
 
 @dataclass
@@ -99,10 +102,16 @@ class Recorder:
         self.disturb_spread, self.only, self.with_grad = disturb_spread, only, with_grad
         #: Tensors beside parameters that are read which no sample may move, and the problem if one does.
         self.constants: list[Constant] = []
+        self._watched: list[tuple[Held, Constant]] = []
         #: Where parameters that are read were given one copy per sample.
         self.meetings: list[Meeting] = []
         #: All that was done with parameters that are read, as far as shapes decided about it.
         self.readings: set[Reading] = set()
+        #: Parameters that were handed out to be read, and those of them that were seen to meet the samples.
+        self.handed: dict[tuple[Site, str], Tensor] = {}
+        self.met: set[tuple[Site, str]] = set()
+        #: Those that the model's outputs depend on although they were not.
+        self.unfollowed: list[tuple[Site, str]] = []
         #: How many operations there were, by parameters.
         self.reads: Counter[Any] = Counter()
         self.disturb_copy = disturb_copy
@@ -153,6 +162,18 @@ class Recorder:
             return fingerprint(x)
         return fingerprint(self.packing.by_position(x))
 
+    def note_written(self) -> None:
+        """The forward has ended, and what it wrote to is not yet put back: note it where it stood beside parameters."""
+        for held, constant in self._watched:
+            constant.written = held.overwritten
+        self._watched = []
+
+    def note_reached(self, outputs: list[Tensor]) -> None:
+        """See which parameters reach the outputs although they were not seen to meet the samples: no operation told of them."""
+        missed = {key: p for key, p in self.handed.items() if key not in self.met and key[0].rule.reads}
+        reached = leaves_behind(outputs) if missed else set()
+        self.unfollowed = [key for key, p in missed.items() if p in reached]
+
     def close(self) -> None:
         """The forward has ended."""
         self.over = True
@@ -171,7 +192,9 @@ class Recorder:
 
     def note_constants(self, problem: UnreadableError, tensors: list[Tensor]) -> None:
         """Note tensors that no sample may move."""
-        self.constants += [Constant(problem, x.shape, fingerprint(x.reshape(1, -1))) for x in tensors if x.numel()]
+        made = [(x, Constant(problem, x.shape, fingerprint(x.reshape(1, -1)))) for x in tensors if x.numel()]
+        self.constants += [constant for _, constant in made]
+        self._watched += [(Held(x, version_of(x)), constant) for x, constant in made]
 
     def spread(self, sites: set[Site], copies: Tensor, dim: int, n: int, met: Tensor | None = None) -> Tensor:
         """Note that a parameter of some sites is given one copy (or block of copies) per sample; disturb one sample's.
@@ -200,7 +223,8 @@ class Recorder:
                 self.entries.append(Entry(site, x.shape, rows, argument=place))
         for index, x in enumerate(float_tensors(out)):
             if x.dim() > 0:
-                self.entries.append(Entry(site, x.shape, self._print(x), output=index))
+                columns = fingerprint(x.transpose(0, 1)) if x.dim() > 1 else None
+                self.entries.append(Entry(site, x.shape, self._print(x), output=index, columns=columns))
         return out
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from inrun.engine.processes import Processes
 from inrun.engine.sites import Scored
-from inrun.engine.update_path import Place, UpdatePath
+from inrun.engine.update_path import UpdatePath
 from inrun.errors import OptimizerError
 from inrun.optimizers import Realised, Recall, UpdateRule
 
@@ -69,10 +70,28 @@ class WholeMove:
             place[s]: _move_of(s, rules[s.optimizer], factors[s.optimizer] * share, old.get(place[s])) for s in path.moving()
         }
 
-    def at(self, fraction: float) -> Place:
-        """Hold the model at w + fraction · (w' − w)."""
+    @contextlib.contextmanager
+    def at(self, fraction: float) -> Iterator[None]:
+        """Hold the model at w + fraction · (w' − w).
+
+        A parameter that is frozen and moves on, by its memory (zeros are left in its gradient), gets a validation gradient, too.
+        """
         of = {m.scored: m for m in self.moves.values()}
-        return self.path.shifted(list(of), lambda s, weight: of[s].shift(weight, fraction))
+        frozen = [s.parameter for s in of if not s.parameter.requires_grad]
+        split = [s.name for s in of if not s.parameter.requires_grad and s.shards is not None]
+        if split:
+            raise OptimizerError(
+                f"{', '.join(split)} is frozen and moves on by the optimizer's memory, since zeros are left in its gradient; under "
+                "fully_shard that cannot be scored. Set its gradient to None when you freeze it."
+            )
+        with self.path.shifted(list(of), lambda s, weight: of[s].shift(weight, fraction)):
+            try:
+                for p in frozen:
+                    p.requires_grad_(True)
+                yield
+            finally:
+                for p in frozen:
+                    p.requires_grad_(False)
 
     def recalls(self) -> list[Recall | None]:
         """Return how every parameter's memory advances; None for those that do not step."""
