@@ -29,6 +29,7 @@ COLOURS = {
     "influence_function": "#b3446c",
     "gradient_product": "#e39fbb",
     "influence_specific": "#7a1f45",
+    "influence_iterative": "#d9467c",
     "trak": "#d1603d",
     "tracin_cp": "#9c6b30",
     "less": "#5b7f95",

@@ -16,7 +16,7 @@ import numpy as np
 from inrun.experiments.curation_tables import COLOURS, spread
 from inrun.experiments.figures import literal, pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
+from inrun.experiments.text_runs import ITERATIVE, OURS, TITLES, TextRun, Values, order, run_of, scores_by
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 
 #: The paper's normalised recall@1000, as (first order, second order, influence function, BM25).
@@ -43,6 +43,7 @@ WAYS = (
     "own_specific",
     "influence_function",
     "influence_specific",
+    "influence_iterative",
     "gradient_product",
     "bm25",
 )
@@ -113,9 +114,10 @@ def run(config: DomainsConfig, work: Work) -> Findings:
         "use for the other domains predict (the ledger's view of that name, by ridge regression; every domain in "
         f"{config.folds} folds). By linearity these are values for the loss of the domain less a weighted sum of the other losses. "
         "The influence function gets the same treatment, row by row.",
-        "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; without curvature "
-        "it is the product of a document's gradient with the validation gradient at the final weights. The paper does not say "
-        "which it took.",
+        "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; or the Hessian of the "
+        f"training loss, damped by {ITERATIVE['damping']:g}, solved by {ITERATIVE['iterations']} steps of conjugate gradients; "
+        "without curvature it is the product of a document's gradient with the validation gradient at the final weights. The paper cites "
+        "Koh & Liang (2017), whose way is the second, and does not say which it took.",
         "The paper: GPT-2 on the Pile, k = 1000; its domains differ in size, so that its numbers go beyond ours.",
     ]
     return Findings({"cells": cells}, tables, notes, draw=lambda path: _draw(means, domains, path))

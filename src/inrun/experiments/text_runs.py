@@ -49,7 +49,9 @@ IN_FOLDS: dict[str, tuple[str, ...]] = {
     "influence_function": ("influence_specific",),
 }
 #: Baselines that look at the final weights alone; others get checkpoints spread over the run.
-AT_THE_END = ("influence_function", "gradient_cosine", "loss_at_end")
+AT_THE_END = ("influence_function", "influence_iterative", "gradient_cosine", "loss_at_end")
+#: Koh & Liang's way: conjugate gradients on the Hessian, with the damping that lifts its negative curvature in these models.
+ITERATIVE = {"curvature": "hessian", "damping": 1.0, "iterations": 15, "tolerance": 0.03}
 CHECKPOINTS = 5
 #: Of AdamW.
 BETAS = (0.9, 0.95)
@@ -69,6 +71,7 @@ TITLES = {
     "influence_function": "influence function",
     "gradient_product": "influence function without curvature",
     "influence_specific": "influence function, specific",
+    "influence_iterative": "influence function, damped Hessian",
     "tracin_cp": "TracIn-CP",
     "less": "LESS",
     "gradient_cosine": "gradient cosine at the end",
@@ -404,6 +407,8 @@ def _by_rows(name: str, tokens: Tensor, held: Mapping[str, Tensor], model: nn.Mo
 
 def baseline(name: str, tokens: Tensor, rows: Mapping[str, Tensor], model: nn.Module, **more: Any) -> dict[str, Values]:
     """Score documents by a baseline that looks at gradients, or by their product with those of the sets; ``[n]`` by set."""
+    if name == "influence_iterative":
+        return baseline("influence_function", tokens, rows, model, **ITERATIVE)
     if name == "gradient_product":
         return baseline("tracin_cp", tokens, rows, model, checkpoints=[model.state_dict()], lrs=[1.0])
 
