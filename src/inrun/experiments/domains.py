@@ -116,8 +116,8 @@ def run(config: DomainsConfig, work: Work) -> Findings:
         "The influence function gets the same treatment, row by row.",
         "Influence function: inverse of the Fisher matrix in an eigenbasis of Kronecker factors, damped; or the Hessian of the "
         f"training loss, damped by {ITERATIVE['damping']:g}, solved by {ITERATIVE['iterations']} steps of conjugate gradients; "
-        "without curvature it is the product of a document's gradient with the validation gradient at the final weights. The paper cites "
-        "Koh & Liang (2017), whose way is the second, and does not say which it took.",
+        "without curvature it is the product of a document's gradient with the validation gradient at the final weights. The paper "
+        "cites Koh & Liang (2017), whose way is the second, and does not say which it took.",
         "The paper: GPT-2 on the Pile, k = 1000; its domains differ in size, so that its numbers go beyond ours.",
     ]
     return Findings({"cells": cells}, tables, notes, draw=lambda path: _draw(means, domains, path))
