@@ -50,8 +50,8 @@ IN_FOLDS: dict[str, tuple[str, ...]] = {
 }
 #: Baselines that look at the final weights alone; others get checkpoints spread over the run.
 AT_THE_END = ("influence_function", "influence_iterative", "gradient_cosine", "loss_at_end")
-#: Koh & Liang's way: conjugate gradients on the Hessian, with the damping that lifts its negative curvature in these models.
-ITERATIVE = {"curvature": "hessian", "damping": 1.0, "iterations": 15, "tolerance": 0.03}
+#: Koh & Liang's way: conjugate gradients on the Hessian. Of four dampings (0.1 to 10), the one that did best on another seed.
+ITERATIVE = {"curvature": "hessian", "damping": 0.3, "iterations": 15}
 CHECKPOINTS = 5
 #: Of AdamW.
 BETAS = (0.9, 0.95)
