@@ -185,7 +185,7 @@ def _early_table(early: dict[str, list[float]]) -> Table:
 def _draw(means: dict[str, dict[str, list[float]]], domains: list[str], path: Path) -> None:
     """Draw a row per domain, easiest first, with a mark per way, and the standard deviation over seeds as a line."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 0.46 * len(domains) + 1.9), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, (0.06 * len(means) + 0.04) * len(domains) + 1.9), layout="constrained")
     ordered = sorted(domains, key=lambda d: np.mean([np.mean(found[d]) for found in means.values()]))
     for i, (way, found) in enumerate(means.items()):
         places = np.arange(len(ordered)) - 0.7 * ((i + 0.5) / len(means) - 0.5)
