@@ -205,7 +205,7 @@ def test_killed_ranks_lose_nothing_and_count_nothing_twice(tmp_path, kills: int,
 
 def test_readers_see_whole_steps_while_ranks_write(tmp_path) -> None:
     run, seen = tmp_path / "job" / "run", set()
-    with Job(tmp_path / "job", 2, 40, pause=0.01) as job:
+    with Job(tmp_path / "job", 2, 40, pause=0.06) as job:
         while any(child.is_alive() for child in job.children):
             if chain_path(run, 0).exists():
                 check_whole_steps(run)

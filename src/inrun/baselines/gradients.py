@@ -410,14 +410,11 @@ def _wide(numbers: Tensor) -> Tensor:
 
 def _statistics(model: nn.Module) -> list[str]:
     """Return the names of the running means and variances of norms: buffers that training changes."""
-    from torch.nn.modules.batchnorm import _NormBase
-
     return [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
-        if isinstance(module, _NormBase)
         for name in ("running_mean", "running_var")
-        if getattr(module, name) is not None
+        if name in dict(module.named_buffers(recurse=False)) and name in module.state_dict()
     ]
 
 
