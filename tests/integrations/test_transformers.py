@@ -158,7 +158,10 @@ def test_rows_as_validation_logs_and_scores_on_the_dataset(tmp_path: Path) -> No
     assert scores.scored(arrow())["times_used"] == [0] * 12  # no column doc: ids are positions, and none of them was used
 
 
-@pytest.mark.parametrize("options", [{}, {"credit": "step"}], ids=["whole credit", "step game"])
+STEP_GAME = pytest.param({"credit": "step"}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [{}, STEP_GAME], ids=["whole credit", "step game"])
 def test_resumed_equals_unbroken(options: dict[str, Any], tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "gradient_accumulation_steps": 2}
 

@@ -170,7 +170,7 @@ def test_killed_at_a_random_step_and_resumed_is_bitwise_unbroken(folder):
     assert a.credits().num_rows == 200 * 4 * 3 and a.credits().equals(b.credits()), what
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_checkpoint(folder, number, code):
     config = folder / "config.yaml"
     config.write_text(make_config(settings(folder, steps=5000, checkpoints={"every": 4000})).as_yaml())

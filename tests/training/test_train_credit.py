@@ -46,7 +46,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     ("memory", "order"),
     [
         pytest.param("sketch", ("broken", "unbroken"), id="sketch, broken first"),
-        pytest.param("exact", ("unbroken", "broken"), id="exact, unbroken first"),
+        pytest.param("exact", ("unbroken", "broken"), id="exact, unbroken first", marks=pytest.mark.slow),
         pytest.param("sketch", ("unbroken", "broken"), id="sketch, unbroken first", marks=pytest.mark.slow),
         pytest.param("exact", ("broken", "unbroken"), id="exact, broken first", marks=pytest.mark.slow),
     ],
