@@ -61,7 +61,7 @@ def test_control_what_must_not_be_saved_is_found(text: str) -> None:
     assert script().complaints(text)
 
 
-@pytest.mark.parametrize("name", [SHOWN[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SHOWN[1:])])
+@pytest.mark.parametrize("name", ["first_scores", pytest.param("curate_and_retrain", marks=pytest.mark.slow)])
 def test_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Kernel(tmp_path, monkeypatch)
     before = cpu_seconds()
