@@ -105,7 +105,8 @@ SIZES = {
             "ResNet-18, new head": replace(
                 _SMOKE, start="features", net=Net("resnet18", 4, 1), retraining=(), in_run=("in_run_first", "whole")
             ),
-        }
+        },
+        {"ResNet-18, new head": 1},
     ),
     "quick": _columns(_QUICK, _QUICK_RESNET, 1),
     "full": _columns(_FULL, _RESNET, 3),
