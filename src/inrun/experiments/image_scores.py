@@ -84,7 +84,7 @@ class Scored:
         """Return the scores of every method, ``[n]``, and of the combinations of ours with the loss."""
         found: dict[str, Sequence[float]] = {}
         for name in self.setting.in_run:
-            part = "whole and own step" if name == "whole" else name
+            part = "whole, exact, and own step" if name == "whole" else name
             found |= self._cell(self.key(part), lambda name=name: in_run(self.subject, name, self.seed))
         found |= self._looking_back()["scores"]
         found |= self._cell(self.key("without training"), lambda: without_training(self.subject, self.seed))

@@ -84,6 +84,12 @@ _QUICK = replace(
 _QUICK_RESNET = replace(_RESNET, samples=400, validation=128, training=_QUICK.training, checkpoints=(1, 5), dimension=128)
 
 
+def early_decay(training: Training) -> Training:
+    """Return a recipe of about as many epochs whose rate falls after every fifth of them, as the paper's does."""
+    every = max(1, round(training.epochs / 5))
+    return replace(training, epochs=5 * every, decay_every=every)
+
+
 def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelConfig:
     # Shapley and leave-one-out, the dearest, are had once: from scratch, where `selection` needs them too.
     small = replace(scratch, start="clean", retraining=SUBSETS)
@@ -92,8 +98,9 @@ def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelCon
         "small net, new head": replace(small, start="features", retraining=()),
         "small net, from scratch": scratch,
         "ResNet-18, new head": resnet,
+        "ResNet-18, early decay": replace(resnet, training=early_decay(resnet.training)),
     }
-    return MislabelConfig(settings, {"ResNet-18, new head": resnet_sets})
+    return MislabelConfig(settings, {heading: resnet_sets for heading in settings if heading.startswith("ResNet")})
 
 
 SIZES = {

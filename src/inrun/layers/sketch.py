@@ -75,30 +75,41 @@ class SketchPlan:
         return self.segment == 1 and self.buckets >= self.segments
 
 
-def segment_sums(x: Tensor, signs: Tensor, segment: int) -> Tensor:
-    """Add up signed entries in segments: ``x`` ``[..., entries]`` and ``signs`` ``[entries]``, or of x's shape, to ``[..., J]``."""
+def segment_sums(x: Tensor, signs: Tensor, segment: int, most: Tensor | None = None) -> Tensor:
+    """Add up signed entries in segments: ``x`` ``[..., entries]`` and ``signs`` ``[entries]``, or of x's shape, to ``[..., J]``.
+
+    With ``most`` ``[..., 1]``, entries that are larger count as that much.
+    """
     if signs.dim() == 1 and x.numel() > PIECE and x.device.type == "cpu" and x.dtype == signs.dtype:
-        return _segment_sums_in_pieces(x.reshape(-1, x.shape[-1]), signs, segment).view(*x.shape[:-1], -1)
+        bound = None if most is None else most.reshape(-1, 1)
+        return _segment_sums_in_pieces(x.reshape(-1, x.shape[-1]), signs, segment, bound).view(*x.shape[:-1], -1)
     signed = torch.mul(x, signs, out=scratch_like(x)) if x.is_contiguous() and x.dtype == signs.dtype else x * signs
+    if most is not None:
+        signed.clamp_(-most, most)
     if segment == 1:
         return signed.clone()
     shape = (*x.shape[:-1], x.shape[-1] // segment)
     return torch.mv(signed.view(-1, segment), signed.new_ones(segment)).view(shape)
 
 
-def _segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int) -> Tensor:
+def _segment_sums_in_pieces(x: Tensor, signs: Tensor, segment: int, most: Tensor | None) -> Tensor:
     """The same for ``[m, entries]`` larger than the caches: some rows at a time, or parts of one, whose signed copies stay."""
     ones, found = x.new_ones(segment), x.new_empty(x.numel() // segment)
     if signs.numel() <= PIECE:
         some = PIECE // signs.numel()
         pieces = [(part, signs) for part in x.split(some)]
+        bounds = [None] * len(pieces) if most is None else list(most.split(some))
     else:
         some = max(1, PIECE // segment) * segment
         pieces = [(part, sign) for row in x.unbind(0) for part, sign in zip(row.split(some), signs.split(some), strict=True)]
+        per_row = len(pieces) // len(x)
+        bounds = [None] * len(pieces) if most is None else [bound for bound in most.unbind(0) for _ in range(per_row)]
     signed, at = scratch_like(x, (max(part.numel() for part, _ in pieces),)), 0
-    for part, sign in pieces:
+    for (part, sign), bound in zip(pieces, bounds, strict=True):
         count = part.numel()
-        torch.mul(part, sign, out=signed[:count].view(part.shape))
+        made = torch.mul(part, sign, out=signed[:count].view(part.shape))
+        if bound is not None:
+            made.clamp_(-bound, bound)
         torch.mv(signed[:count].view(-1, segment), ones, out=found[at : at + count // segment])
         at += count // segment
     return found.view(len(x), -1)

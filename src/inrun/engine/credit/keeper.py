@@ -360,11 +360,11 @@ class WholeCredit:
         if not isinstance(self.store, SketchStore) or self.audit is None:
             return
         if self.steps in REFRESH_AT or (self.steps > REFRESH_AT[-1] and self.steps % REFRESH == 0):
-            gains = {i: m.realised.gain for i, m in move.moves.items()}
+            moves = {i: (m.realised.gain, m.realised.q) for i, m in move.moves.items()}
             early = self.steps < EARLY_STEPS
-            if early == self.store.early and not any(isinstance(g, Tensor) for g in gains.values()):
+            if early == self.store.early and not any(isinstance(gain, Tensor) for gain, _ in moves.values()):
                 return
-            self.store.begin_epoch(gains, early)
+            self.store.begin_epoch(moves, early)
             remembered = {i: self.rules[s.optimizer].remembered(s.state) for i, s in enumerate(self.scored)}
             self.audit.rebase(self.store.sketcher, remembered, self.store.weights_now, self.decays, self.inherited)
 

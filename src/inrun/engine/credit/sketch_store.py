@@ -151,12 +151,12 @@ class SketchStore:
         """Return the weights of the present epoch."""
         return self.epochs[self.epoch].weights
 
-    def begin_epoch(self, gains: dict[int, Tensor | float], early: bool) -> None:
+    def begin_epoch(self, moves: dict[int, tuple[Tensor | float, Tensor]], early: bool) -> None:
         """Sketch with new weights from now on; open steps keep theirs."""
         changed, self.early = early != self.early, early
         self.epoch += 1
         sketcher = self.sketchers[early]
-        self.epochs[self.epoch] = Epoch(sketcher, sketcher.weights_from(gains), early)
+        self.epochs[self.epoch] = Epoch(sketcher, sketcher.weights_from(moves), early)
         self._forget_epochs()
         if changed:
             self._know_again()

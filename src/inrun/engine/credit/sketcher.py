@@ -25,6 +25,10 @@ SMALL = 16_384
 HEAVY = 32
 #: Numbers that a parameter gets at least.
 LEAST = 32
+#: The share of the numbers that may go to parameters that are kept entry by entry, the smallest first.
+ENTRY_BY_ENTRY = 0.25
+#: Entries of a direction count as at most so many times their mean size.
+MOST = 30.0
 
 
 def default_size(entries: int) -> int:
@@ -61,17 +65,39 @@ def plan_of(s: Scored, share: int, per_row: int, is_output: bool) -> SketchPlan:
     return SketchPlan(rows, columns, segment, min(share, rows * (columns // segment)))
 
 
+def shares_of(scored: list[Scored], size: int, outputs: set[Scored]) -> list[int]:
+    """Share ``size`` numbers among the parameters: as many as entries for the smallest, ∝ √entries for the others.
+
+    A direction can be a thousand times larger in one entry than in the rest of its tensor: what hardly ever had a gradient moves
+    far by the next one under Adam. In few buckets nothing averages that out; entry by entry it does no harm.
+    """
+    sampled = [s for s in scored if not s.only_sparse]
+    left, small = size, set()
+    for s in sorted((s for s in sampled if s not in outputs and not s.some_sparse), key=lambda s: s.parameter.numel()):
+        if size - left + s.parameter.numel() > ENTRY_BY_ENTRY * size:
+            break
+        left -= s.parameter.numel()
+        small.add(s)
+    parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if s in outputs else 1.0) for s in sampled if s not in small}
+    whole = sum(parts.values()) or 1.0
+
+    def share(s: Scored) -> int:
+        if s in small:
+            return max(1, s.parameter.numel())
+        return max(LEAST, int(left * parts[s] / whole)) if s in parts else 256
+
+    return [share(s) for s in scored]
+
+
 class Sketcher:
     """Signs and weights of a run; ``weights`` may change from time to time (an *epoch* of the sketch)."""
 
     def __init__(self, scored: list[Scored], size: int, seed: int, like: Sketcher | None = None) -> None:
-        """Share ``size`` numbers among the parameters, ∝ √entries; the same seed gives the same signs, shared with ``like``."""
+        """Share ``size`` numbers among the parameters; the same seed gives the same signs, shared with ``like``."""
         self.scored, self.size, self.seed = scored, size, seed
         outputs = output_layers(scored)
-        parts = {s: math.sqrt(s.parameter.numel()) * (4.0 if s in outputs else 1.0) for s in scored if not s.only_sparse}
-        whole = sum(parts.values()) or 1.0
         per_row = PER_ROW if size >= SMALL else PER_ROW_SMALL
-        shares = [max(LEAST, int(size * parts[s] / whole)) if s in parts else 256 for s in scored]
+        shares = shares_of(scored, size, outputs)
         self.plans = [plan_of(s, share, per_row, s in outputs) for s, share in zip(scored, shares, strict=True)]
         self.sampled = [i for i, s in enumerate(scored) if not s.only_sparse]
         self.device = scored[0].parameter.device
@@ -130,19 +156,29 @@ class Sketcher:
         """Return what a backward needs to sketch one parameter."""
         return Sketch(self.plans[index], self.signs[index], weights)
 
-    def sums(self, index: int, x: Tensor) -> Tensor:
-        """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``, in the finer segments of rows apart."""
+    def sums(self, index: int, x: Tensor, is_direction: bool = False) -> Tensor:
+        """Return the segment sums of whole tensors, ``[k, *shape]`` to ``[k, segments]``, in the finer segments of rows apart.
+
+        In directions entries beyond :data:`MOST` are cut off, where no rows are kept apart. Adam's direction is A∘∇ with A ~ 1/|g|:
+        an entry that is huge for A alone pays its samples |A g| |∇|, no more than any other, and its noise would hide a bucket.
+        """
         s, plan, signs = self.scored[index], self.plans[index], self.signs[index]
+        cut = is_direction and not (plan.exact or plan.heavy or s.some_sparse)
         if self._rows_here(index, plan) is None:
-            return segment_sums(s.whole(x).reshape(len(x), -1).to(self.dtype), signs, plan.row_segment)
+            flat = s.whole(x).reshape(len(x), -1).to(self.dtype)
+            return segment_sums(flat, signs, plan.row_segment, flat.abs().mean(1, keepdim=True) * MOST if cut else None)
         # A row's segments are those of one process: the sums of what is here, and then those of all.
-        found = segment_sums(x.reshape(len(x), -1).to(self.dtype), signs.to(self.dtype), plan.row_segment)
+        flat, most = x.reshape(len(x), -1).to(self.dtype), None
+        if cut:
+            by_row = flat.view(len(x), -1, plan.columns).abs().mean(2, keepdim=True)
+            most = s.whole(by_row).mean(1) * MOST
+        found = segment_sums(flat, signs.to(self.dtype), plan.row_segment, most)
         return s.whole(found.view(len(x), -1, plan.per_row_apart)).reshape(len(x), -1)
 
     def all_sums(self, whole: Mapping[int, Tensor], k: int) -> list[Tensor]:
-        """Return the segment sums of every parameter, zeros for those that are missing."""
+        """Return the segment sums of a direction, of every parameter, zeros for those that are missing."""
         return [
-            self.sums(i, whole[i])
+            self.sums(i, whole[i], is_direction=True)
             if i in whole
             else torch.zeros(k, plan.rows * plan.per_row_apart, dtype=self.dtype, device=self.device)
             for i, plan in enumerate(self.plans)
@@ -156,15 +192,31 @@ class Sketcher:
         found = x.reshape(-1, plan.segment).to(self.dtype).mean(1)
         return s.whole(found.view(1, -1, plan.per_row)).reshape(-1)
 
-    def weights_from(self, gains: Mapping[int, Tensor | float]) -> list[Tensor]:
-        """Return ρ = √gain by segment, relative to its mean, for gradients; directions are divided by it."""
+    def weights_from(self, moves: Mapping[int, tuple[Tensor | float, Tensor]]) -> list[Tensor]:
+        """Return ρ by segment, relative to that of the tensor, for gradients; directions are divided by it.
+
+        The noise of ⟨Sg, SD⟩ is least at ρ² = |D| / |g|. With |g| ~ |q| and |D| ~ |A∘q|, entry by entry:
+
+            ρ² = |A∘q| / |q|,        norms over the segment
+
+        A plain mean of A would be that of the entries that hardly ever have a gradient, whose A is largest.
+
+        Args:
+            moves: Gain A and momentum q by parameter, as the step had them.
+        """
         found = list(self.ones)
-        for i, gain in gains.items():
-            if isinstance(gain, Tensor):
-                mean = self.mean_by_segment(i, gain)
-                typical = mean.mean()
-                if bool(typical > 0):
-                    found[i] = (mean / typical).clamp(1e-4, 1e4).sqrt()
+        for i, (gain, q) in moves.items():
+            if not isinstance(gain, Tensor):
+                continue
+            pushed = q.to(self.dtype)
+            moved = self.mean_by_segment(i, (pushed * gain.to(self.dtype)).square_())
+            push = self.mean_by_segment(i, pushed.square())
+            known = (moved > 0) & (push > 0)
+            if bool(known.any()):
+                typical = moved[known].sum() / push[known].sum()
+                # The fourth root: these are squares of norms. Segments that no gradient ever reached are like the others.
+                ratio = torch.where(known, moved / push.clamp_min(torch.finfo(push.dtype).tiny) / typical, 1.0)
+                found[i] = ratio.clamp(1e-8, 1e8) ** 0.25
         return found
 
     def joined(self, sums: list[Tensor], weights: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from inrun.layers import Formed, GradientShape, LookUp, Outer, Packed, packed
 from inrun.ledger.labels import Label
 
 #: Changes whenever sketches or payments are laid out in another way: windows of another format cannot be gone on with.
-FORMAT = 2
+FORMAT = 3
 #: Numbers by column that last over the run.
 _SUMS = ("to_all", "given", "spread")
 #: Tensors of a sketched step, by field.
