@@ -82,6 +82,59 @@ def test_several_validation_sets_points_and_folds() -> None:
     assert last.standard_errors["f"].shape == (4,)
 
 
+class WithRareFeatures(nn.Module):
+    """A hidden layer, and a head that also sees a few inputs as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(200, 100), nn.Linear(104, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.body(x[:, 4:]).relu(), x[:, :4]], dim=1))
+
+
+def with_rare_features(sketch: int | None) -> torch.Tensor:
+    """Credits of a run whose few inputs beside are hardly more than 0 in training, and as large as others in validation."""
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    model = WithRareFeatures()
+    x, y = torch.randn(120, 204, generator=draw), torch.randint(0, 10, (120,), generator=draw)
+    held_x, held_y = torch.randn(40, 204, generator=draw), torch.randint(0, 10, (40,), generator=draw)
+    x[:, :4] *= 1e-4
+    memory = "exact" if sketch is None else "sketch"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loss = nn.functional.cross_entropy
+    options = {"validation": lambda m: loss(m(held_x), held_y), "audit_every": 0, "bitwise": True, "sketch": sketch}
+    _, accountant = attach(model, memory, optimizer=optimizer, **options)
+    for t in range(30):
+        ids = torch.arange(8 * t, 8 * t + 8) % 120
+        with accountant.step(ids):
+            loss(model(x[ids]), y[ids]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    accountant.close()
+    return torch.tensor(accountant.ledger.uses()["value"].to_pylist())
+
+
+@pytest.mark.parametrize(("sketch", "said"), [(64, True), (WIDE, False)])
+def test_says_once_when_errors_hide_the_samples(sketch: int, said: bool, caplog) -> None:
+    with_rare_features(sketch)
+    words = [r.message for r in caplog.records if "single samples can hardly be told apart" in r.message]
+    assert len(words) == said
+    assert not said or (f"sketch={4 * sketch}" in words[0] and 'credit_memory="exact"' in words[0])
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_huge_entries_of_a_direction_do_not_hide_samples(careful: bool, monkeypatch) -> None:
+    """Under Adam what hardly had a gradient has a huge direction: a few entries that must not fill the buckets of all others."""
+    if not careful:  # the control
+        monkeypatch.setattr("inrun.engine.credit.sketcher.MOST", 1e30)
+        monkeypatch.setattr("inrun.engine.credit.sketcher.ENTRY_BY_ENTRY", 0.0)
+    exact, found = with_rare_features(None), with_rare_features(4800)
+    error = float((found - exact).std() / exact.std())
+    assert error < 0.15 if careful else error > 0.2, error
+
+
 def test_parts_add_up_to_the_fall_with_gauss_points() -> None:
     model = tiny()
     optimizer, accountant = attach(model, quadrature="gauss32", sketch=512)

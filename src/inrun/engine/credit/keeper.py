@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from inrun.engine.credit.audit import ExactAudit, SketchAudit, check_totals
 from inrun.engine.credit.direction import Direction
+from inrun.engine.credit.doubt import Doubt
 from inrun.engine.credit.exact_store import ExactEntry, ExactStore
 from inrun.engine.credit.memory import REST, PushMemory
 from inrun.engine.credit.move import ParameterMove, WholeMove
@@ -63,6 +64,7 @@ class WholeCredit:
         self.open: list[Open] = []
         self.store: ExactStore | SketchStore
         self.audit: SketchAudit | None = None
+        self.doubt: Doubt | None = None
         #: None where gradients are kept as they are and several processes would have to add theirs up whole.
         self.exact_audit: ExactAudit | None = None
         if exact:
@@ -72,7 +74,7 @@ class WholeCredit:
             assert sketch is not None
             usual = Sketcher(scored, sketch, seed)
             early = Sketcher(scored, EARLY_TIMES * sketch, seed, like=usual)
-            self.store, self.audit = SketchStore(early, usual), SketchAudit(early)
+            self.store, self.audit, self.doubt = SketchStore(early, usual), SketchAudit(early), Doubt(sketch)
         #: Memory of coupled weight decay, Σ a λw, by parameter; of what was there before scoring began, with its factor.
         self.decays: dict[int, Tensor] = {}
         self.inherited: dict[int, tuple[Tensor, float]] = {}
@@ -392,6 +394,8 @@ class WholeCredit:
         self.open, self.factors = self.open[count:], self.factors[count:]
         self.store.drop(count)
         self.memory.forget(count)
+        if self.doubt is not None:
+            self.doubt.add(found)
         return found
 
     def settle_all(self, alone: bool = False) -> list[SettledCredits]:
