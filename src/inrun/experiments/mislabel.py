@@ -230,7 +230,7 @@ def _notes(config: MislabelConfig, images: Images) -> list[str]:
     for heading, s in ((h, s) for h, s in config.settings.items() if s.net.kind == "resnet18"):
         count = f"; {config.sets[heading]} corrupted set(s)" if heading in config.sets else ""
         notes.append(
-            f"ResNet-18 has its ImageNet stem and all its layers, at width {s.net.width} (64 in the paper), and trains for "
+            f"{heading}: with its ImageNet stem and all its layers, at width {s.net.width} (64 in the paper), trained for "
             f"{s.training.epochs} epochs, a tenth of the rate every {s.training.decay_every}; {s.validation} validation images, "
             f"projections to {s.dimension}, TRAK with {' and '.join(map(str, s.checkpoints))} of {max(s.checkpoints)} "
             f"checkpoints{count}."
