@@ -28,7 +28,7 @@ class Doubt:
         """Take in what was settled, and say once if the errors hide the samples."""
         if self.said:
             return
-        for s in settled:
+        for s in (s for s in settled if len(s.sample_ids)):
             self.uses += len(s.sample_ids)
             for label, credit in s.credits.items():
                 error, spread = self._squares.get(label, (0.0, 0.0))
