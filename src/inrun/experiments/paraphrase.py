@@ -46,6 +46,8 @@ class ParaphraseConfig:
     #: Originals for every seed, other ones each time; half of them news, half of the Bible.
     originals: int = 4
     sketch: int = 4096
+    #: Of TRAK's random projections.
+    dimension: int = 2048
     #: Edges of the figure's histogram, in units of the largest value.
     bins: int = 60
 
@@ -56,6 +58,7 @@ SIZES = {
         TextRun(steps=8, batch=9, warmup=2, context=16, width=16, heads=2),
         originals=2,
         sketch=256,
+        dimension=64,
         bins=10,
     ),
     "quick": ParaphraseConfig(
@@ -178,7 +181,7 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
             validation[f"{level} {i}"] = encode.rows([texts[level]], [ORIGINALS])
     options = {"sketch": config.sketch} if main == "whole" else {}
     batches = order(config.run, len(rows), seed)
-    found = scores_by(main, config.run, rows, batches, corpus.vocab, seed, validation, options)
+    found = scores_by(main, config.run, rows, batches, corpus.vocab, seed, validation, options, dimension=config.dimension)
     place = len(corpus.train)
     return {
         way: {
