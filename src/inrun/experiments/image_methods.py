@@ -28,7 +28,7 @@ IN_RUN: dict[str, dict[str, str]] = {
     "in_run_second": {"method": "second", "update": "sgd"},
     "step_first": {"method": "first", "update": "auto"},
     "step_midpoint": {"method": "midpoint", "update": "auto"},
-    # Estimates by sketches cost less, and on ResNet-18, trained as roughly as here, are off by more than the spread of scores.
+    # Sketches cost less; on ResNet-18, trained as roughly as here, they are off by an eighth of what credits differ by.
     "whole": {"credit": "whole", "credit_memory": "exact"},
 }
 #: How tables name methods.

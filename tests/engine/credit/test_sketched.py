@@ -116,6 +116,36 @@ def with_rare_features(sketch: int | None) -> torch.Tensor:
     return torch.tensor(accountant.ledger.uses()["value"].to_pylist())
 
 
+@pytest.mark.parametrize(
+    ("size", "exactly"), [(4800, {"body.bias", "head.weight", "head.bias"}), (2000, {"body.bias", "head.bias"})]
+)
+def test_the_smallest_tensors_are_kept_entry_by_entry(size: int, exactly: set[str]) -> None:
+    model = WithRareFeatures()
+    _, accountant = attach(model, validation=lambda m: m(torch.ones(1, 204)).sum(), sketch=size)
+    sketcher = accountant._run.credit.store.sketchers[False]
+    assert {s.name for s, plan in zip(sketcher.scored, sketcher.plans, strict=True) if plan.exact} == exactly
+    assert sketcher.columns <= size
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_weights_are_how_far_a_segment_moved_for_how_much_push(elementwise: bool) -> None:
+    """ρ² is |A∘q| / |q| of a segment over that of the tensor, and 1 where no gradient ever came, or the gain is one number."""
+    _, accountant = attach(WithRareFeatures(), validation=lambda m: m(torch.ones(1, 204)).sum(), sketch=2000)
+    sketcher = accountant._run.credit.store.sketchers[False]
+    index = next(i for i, s in enumerate(sketcher.scored) if s.name == "body.weight")
+    draw, shape = torch.Generator().manual_seed(0), (100, 200)
+    gain, q = torch.rand(shape, generator=draw) + 0.1, torch.randn(shape, generator=draw)
+    gain[:, 0], q[:, 0], q[7] = 1e6, 0.0, 0.0  # never a gradient: a huge gain that must not count
+    found = sketcher.weights_from({index: (gain if elementwise else 0.1, q)})[index]
+    if not elementwise:
+        assert torch.equal(found, torch.ones_like(found))
+        return
+    plan = sketcher.plans[index]
+    moved, push = ((x.view(100, plan.per_row, plan.segment).norm(dim=2).flatten()) for x in (gain * q, q))
+    expected = (moved / push / ((gain * q).norm() / q.norm())).sqrt().nan_to_num(1.0)
+    torch.testing.assert_close(found, expected.to(found))
+
+
 @pytest.mark.parametrize(("sketch", "said"), [(64, True), (WIDE, False)])
 def test_says_once_when_errors_hide_the_samples(sketch: int, said: bool, caplog) -> None:
     with_rare_features(sketch)

@@ -65,6 +65,11 @@ def plan_of(s: Scored, share: int, per_row: int, is_output: bool) -> SketchPlan:
     return SketchPlan(rows, columns, segment, min(share, rows * (columns // segment)))
 
 
+def _mean_size(x: Tensor) -> Tensor:
+    """Return the mean of |x| over the last dimension, ``[..., 1]``, without a copy of x."""
+    return torch.linalg.vector_norm(x, 1, dim=-1, keepdim=True) / x.shape[-1]
+
+
 def shares_of(scored: list[Scored], size: int, outputs: set[Scored]) -> list[int]:
     """Share ``size`` numbers among the parameters: as many as entries for the smallest, ∝ √entries for the others.
 
@@ -166,12 +171,11 @@ class Sketcher:
         cut = is_direction and not (plan.exact or plan.heavy or s.some_sparse)
         if self._rows_here(index, plan) is None:
             flat = s.whole(x).reshape(len(x), -1).to(self.dtype)
-            return segment_sums(flat, signs, plan.row_segment, flat.abs().mean(1, keepdim=True) * MOST if cut else None)
+            return segment_sums(flat, signs, plan.row_segment, _mean_size(flat) * MOST if cut else None)
         # A row's segments are those of one process: the sums of what is here, and then those of all.
         flat, most = x.reshape(len(x), -1).to(self.dtype), None
         if cut:
-            by_row = flat.view(len(x), -1, plan.columns).abs().mean(2, keepdim=True)
-            most = s.whole(by_row).mean(1) * MOST
+            most = s.whole(_mean_size(flat.view(len(x), -1, plan.columns))).mean(1) * MOST
         found = segment_sums(flat, signs.to(self.dtype), plan.row_segment, most)
         return s.whole(found.view(len(x), -1, plan.per_row_apart)).reshape(len(x), -1)
 
