@@ -22,7 +22,7 @@ from inrun.analysis.curation_rules import Judged, significance_rule
 from inrun.errors import ConfigurationError
 from inrun.experiments.curation_tables import domains_table, draw_curves, negatives_table, reached_table
 from inrun.experiments.recipes import Findings, Work
-from inrun.experiments.text_runs import OURS, Scoring, TextRun, Values, against_batch, baseline, loss_on, order, train
+from inrun.experiments.text_runs import OURS, Scoring, TextRun, Values, against_batch, baseline, cell_of, loss_on, order, train
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 
 Mask = npt.NDArray[np.bool_]
@@ -221,7 +221,7 @@ class _Cell:
 
     def _scores(self, arm: str) -> dict[str, list[float]]:
         if arm in OF_WHOLE:
-            return self._kept("scores whole", lambda: self._scored("whole", self.config.folds))
+            return self._kept(f"scores {cell_of('whole')}", lambda: self._scored("whole", self.config.folds))
         if arm in OURS:
             return self._kept(f"scores {arm}", lambda: self._scored(arm, 0))
         return self._kept(f"scores {arm}", lambda: self._by_baseline(arm))

@@ -19,7 +19,7 @@ import numpy as np
 from inrun.experiments.curation_tables import COLOURS, spread
 from inrun.experiments.figures import literal, pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import ITERATIVE, OURS, TITLES, TextRun, Values, loss_on, order, run_of, scores_by, train
+from inrun.experiments.text_runs import ITERATIVE, OURS, TITLES, TextRun, Values, cell_of, loss_on, order, run_of, scores_by, train
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 
 #: The paper's normalised recall@1000, as (first order, second order, influence function, BM25).
@@ -65,8 +65,6 @@ class Setting:
     ways: tuple[str, ...] = WAYS
     #: Half of a domain's documents.
     k: int = 20
-    #: Numbers of every gradient that whole credit keeps, for so many sets at once.
-    sketch: int = 4096
     #: Parts of every domain's validation rows that are scored by themselves, for the view ``specific``.
     folds: int = 8
 
@@ -91,7 +89,6 @@ _SMOKE = Setting(
     CorpusConfig(64, 16, 256, 2, 0),
     TextRun(steps=8, batch=8, warmup=2, context=16, width=16, heads=2),
     k=8,
-    sketch=256,
     folds=2,
 )
 _QUICK = Setting(CorpusConfig(600, 32, 1024, 4, 0), TextRun(steps=75, context=32), folds=4)
@@ -123,7 +120,7 @@ def run(config: DomainsConfig, work: Work) -> Findings:
         work.tell(f"{main}, {setting.run.steps} steps, seed {seed}", done, len(jobs))
         corpus = read_corpus(work, setting.corpus, seed)
         source = corpus.source
-        key = {"run": main, "seed": seed, "config": replace(setting, ways=()), "text": source}
+        key = {"run": cell_of(main), "seed": seed, "config": replace(setting, ways=()), "text": source}
         found = work.cell(key, functools.partial(_losses if main == LOSSES else _counted, setting, corpus, main, seed))
         if main == LOSSES:
             losses.append({**at, **found})
@@ -196,9 +193,7 @@ def _counted(config: Setting, corpus: Corpus, main: str, seed: int) -> dict[str,
     """Return recalls by domain, and how many of the best are documents of the first steps, for all ways of one run."""
     validation = {d: corpus.validation.only({d}) for d in corpus.domains}
     batches = order(config.run, len(corpus.train), seed)
-    options = {"sketch": config.sketch} if main == "whole" else {}
-    given = (config.run, corpus.train, batches, corpus.vocab, seed, validation, options)
-    found = scores_by(main, *given, folds=config.folds)
+    found = scores_by(main, config.run, corpus.train, batches, corpus.vocab, seed, validation, folds=config.folds)
     of = np.array(corpus.train.domains)
     first = np.zeros(len(of), bool)
     first[batches.ravel()[: round(EARLY * len(of))]] = True

@@ -18,7 +18,7 @@ import numpy as np
 from inrun.experiments.curation_tables import COLOURS, spread
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import TITLES, TextRun, Values, loss_on, order, scores_by, train
+from inrun.experiments.text_runs import TITLES, TextRun, Values, cell_of, loss_on, order, scores_by, train
 from inrun.experiments.texts import Corpus, CorpusConfig, Rows, read_corpus
 from inrun.statistics import pearson, spearman
 
@@ -126,7 +126,7 @@ class _Seed:
         singles = draw.choice(n, self.config.singles, replace=False).tolist()
         total = len(self.work.seeds)
         self.work.tell(f"scores, seed {self.seed}", done, total)
-        scores = {way: self._kept(f"scores {way}", lambda way=way: self._scores(way)) for way in self.config.ways}
+        scores = {way: self._kept(f"scores {cell_of(way)}", lambda way=way: self._scores(way)) for way in self.config.ways}
         self.work.tell(f"leaving out, seed {self.seed}", done, total)
         whole = self._kept("whole", lambda: self._without(np.zeros(n, bool)))
         parts = self.config.parts

@@ -18,7 +18,7 @@ from inrun.errors import ConfigurationError
 from inrun.experiments.curation_tables import COLOURS
 from inrun.experiments.figures import pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, order, run_of, scores_by
+from inrun.experiments.text_runs import OURS, TITLES, TextRun, Values, cell_of, order, run_of, scores_by
 from inrun.experiments.texts import Corpus, CorpusConfig, Encoder, Rows, read_corpus, read_jsonl
 
 FILE = "paraphrases.jsonl"
@@ -45,7 +45,6 @@ class ParaphraseConfig:
     ways: tuple[str, ...] = WAYS
     #: Originals for every seed, other ones each time; half of them news, half of the Bible.
     originals: int = 4
-    sketch: int = 4096
     #: Of TRAK's random projections.
     dimension: int = 2048
     #: Edges of the figure's histogram, in units of the largest value.
@@ -57,7 +56,6 @@ SIZES = {
         CorpusConfig(64, 16, 256, 1, 0),
         TextRun(steps=8, batch=9, warmup=2, context=16, width=16, heads=2),
         originals=2,
-        sketch=256,
         dimension=64,
         bins=10,
     ),
@@ -79,7 +77,7 @@ def run(config: ParaphraseConfig, work: Work) -> Findings:
         corpus = read_corpus(work, config.corpus, seed)
         source = f"{corpus.source}; originals and rewrites: {where}"
         # Cells without "half" are of rows in which the instruction left room for a third of it.
-        key = {"run": main, "seed": seed, "config": replace(config, ways=()), "text": source, "half": "whole"}
+        key = {"run": cell_of(main), "seed": seed, "config": replace(config, ways=()), "text": source, "half": "whole"}
         found = work.cell(key, functools.partial(_ranks, config, corpus, groups, main, seed))
         cells += [{"way": way, "seed": seed, **found[way]} for way in config.ways if way in found]
     documents = cells[0]["documents"]
@@ -179,9 +177,8 @@ def _ranks(config: ParaphraseConfig, corpus: Corpus, groups: list[_Group], main:
         texts = {"exact copy": group.original, "half of it in an instruction": instructed, **group.others}
         for level in LEVELS:
             validation[f"{level} {i}"] = encode.rows([texts[level]], [ORIGINALS])
-    options = {"sketch": config.sketch} if main == "whole" else {}
     batches = order(config.run, len(rows), seed)
-    found = scores_by(main, config.run, rows, batches, corpus.vocab, seed, validation, options, dimension=config.dimension)
+    found = scores_by(main, config.run, rows, batches, corpus.vocab, seed, validation, dimension=config.dimension)
     place = len(corpus.train)
     return {
         way: {

@@ -16,7 +16,7 @@ import numpy as np
 from inrun.experiments.curation_tables import spread
 from inrun.experiments.figures import DOMAIN_COLOURS, literal, pyplot
 from inrun.experiments.recipes import Findings, Table, Work
-from inrun.experiments.text_runs import TITLES, Scoring, TextRun, order, train
+from inrun.experiments.text_runs import TITLES, Scoring, TextRun, cell_of, order, train
 from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 
 Values = np.ndarray[Any, Any]
@@ -51,7 +51,7 @@ def run(config: StagesConfig, work: Work) -> Findings:
         work.tell(f"{way}, seed {seed}", done, len(jobs))
         corpus = read_corpus(work, config.corpus, seed)
         source = corpus.source
-        key = {"way": way, "seed": seed, "config": config, "text": source}
+        key = {"way": cell_of(way), "seed": seed, "config": config, "text": source}
         found = work.cell(key, functools.partial(_by_stage, config, corpus, way, seed))
         cells.append({"way": way, "seed": seed, **found})
     tables = [_shares_table(cells, way, name) for way in config.ways for name in cells[0]["sets"]]

@@ -33,12 +33,12 @@ from inrun.training.models import build_model, decay_groups
 
 Values = npt.NDArray[np.float64]
 Batches = npt.NDArray[np.int64]
-#: Our ways to score a run: options of the accountant by name.
+#: Our ways to score a run: options of the accountant by name. Models are small enough to keep gradients as they are.
 OURS: dict[str, dict[str, Any]] = {
     "proxy_first": {"method": "first", "update": "sgd"},
     "proxy_second": {"method": "second", "update": "sgd", "hessian": "differences"},
     "step_midpoint": {"method": "midpoint"},
-    "whole": {"credit": "whole"},
+    "whole": {"credit": "whole", "credit_memory": "exact"},
 }
 #: What the run of a way gives besides, at hardly any cost: values against their batch, and the product of gradients at the end.
 BESIDE = {"proxy_first": "proxy_by_step", "whole": "by_step", "influence_function": "gradient_product"}
@@ -329,6 +329,11 @@ def run_of(way: str) -> str:
     return next((main for main, given in others.items() if way in given), way)
 
 
+def cell_of(way: str) -> str:
+    """Return what kept cells of a way are called: those of whole credit by sketches, as it was once scored, are others."""
+    return f"{way}, exact" if way == "whole" else way
+
+
 def scores_by(
     way: str,
     run: TextRun,
@@ -337,7 +342,6 @@ def scores_by(
     vocab: int,
     seed: int,
     validation: Mapping[str, TextRows],
-    options: Mapping[str, Any] | None = None,
     per_step: int = 0,
     folds: int = 0,
     dimension: int = 2048,
@@ -354,14 +358,13 @@ def scores_by(
         vocab: Of the model.
         seed: Of the first weights.
         validation: Rows by name.
-        options: More options of the accountant, for our ways.
         per_step: Rows of a set that a step looks at, for our ways; 0 for all.
         folds: Parts that sets are scored in.
         dimension: Of the random projections of TRAK and LESS.
     """
     held = {name: some.tokens for name, some in validation.items()}
     if way in OURS:
-        scoring = Scoring(way, held, per_step, folds, options or {})
+        scoring = Scoring(way, held, per_step, folds)
         return _with_others_of_the_step(way, train(run, rows.tokens, batches, vocab, seed, scoring=scoring), held, folds)
     if way == "bm25":
         texts = {name: list(some.texts) for name, some in validation.items()}
