@@ -78,6 +78,8 @@ _scratch = threading.local()
 SCRATCH_BYTES = 4 << 20
 #: Bytes of which one pass takes less time than a few calls.
 FEW_BYTES = 512 << 10
+#: Directions of which one matrix product takes less time than a product with each.
+MANY = 8
 #: Bytes that are read and written again and again at the speed of a core's own cache.
 CACHE_BYTES = 1 << 20
 
@@ -103,6 +105,8 @@ def dot_each(g: Tensor, v: Tensor) -> Tensor:
     flat = g.reshape(g.shape[0], -1).to(v.dtype)
     if v.shape[0] == 1:
         return torch.mv(flat, v.reshape(-1)).unsqueeze(1)
+    if v.shape[0] >= MANY:
+        return flat @ v.reshape(v.shape[0], -1).t()
     # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
     return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
 

@@ -22,6 +22,8 @@ from inrun.layers.layout import SCRATCH_BYTES, dot_each, row_dots, scratch_like,
 from inrun.layers.running import added_up, contract_formed, shared_outer
 from inrun.layers.sketch import SketchPlan, as_bits, fold, from_bits, heaviest_rows, rows_apart, segment_sums
 
+#: A product of a formed gradient with a direction takes as long as so many positions do where it is formed.
+FORMED_DOTS = 4
 #: Shapes and dtypes of the tensors that a kept gradient leaves the backward as, told before there is any.
 Parts = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -176,10 +178,27 @@ class Outer(GradientShape):
         return Outer(self.x.reshape(n * t, -1).index_select(1, rows).view(n, t, -1), self.y)
 
     def contract(self, v: Tensor) -> Tensor:
-        """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward."""
+        """*Project*: Σ_t x_nt · (v y_nt), one matrix product of the size of the layer's forward.
+
+        That is one per direction: with several, forming gradients takes less, some at a time in memory that is reused.
+        """
+        k, t = len(v), self.x.shape[1]
+        if k * t > t + FORMED_DOTS * k:
+            return self._formed_dots(v)
         n, x, y = len(self.x), self.x.to(v.dtype), self.y.to(v.dtype)
         flat, x = y.reshape(-1, y.shape[-1]), x.reshape(n, -1)
         return torch.stack([row_dots(x, (flat @ direction.t()).view(n, -1)) for direction in v], dim=1)
+
+    def _formed_dots(self, v: Tensor) -> Tensor:
+        n, _, p = self.x.shape
+        x, y = self.x.to(v.dtype).transpose(1, 2), self.y.to(v.dtype)
+        some = max(1, SCRATCH_BYTES // max(v[0].nbytes, 1))
+        buffer = scratch_like(v, (min(n, some), p, y.shape[2]), "formed")
+        found = v.new_empty(n, len(v))
+        for first in range(0, n, some):
+            here = slice(first, min(first + some, n))
+            found[here] = dot_each(torch.bmm(x[here], y[here], out=buffer[: here.stop - first]), v)
+        return found
 
     def contract_by_rows(self, v: Tensor) -> Tensor:
         """Σ_t x_ntp (v y_nt)_p."""
