@@ -23,6 +23,8 @@ from brute_force import (
     radam_gain,
     sgd,
 )
+from inrun.engine.credit import keeper
+from inrun.engine.refinement import Usual
 from inrun.errors import OptimizerError
 from inrun.training.gpt import next_token_loss
 from reference import gradients, relative_error, sample_gradients
@@ -182,6 +184,23 @@ def test_exact_credit_is_brute_force(name: str) -> None:
     assert account.inherited == 0.0
     assert account.momentum is None
     assert relative_error(accountant.last.contributions["validation"], brute.own[-1]) < 1e-9
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_pay_what_single_steps_would(name: str, monkeypatch) -> None:
+    """Older uses are owed what steps pay, and get it once in a block; the control: before the last block is paid, some is due."""
+    monkeypatch.setattr(keeper, "AT_ONCE", 2)
+    monkeypatch.setattr(keeper, "BLOCK", 4)
+    monkeypatch.setattr(Usual, "is_rough", lambda *_: False)  # such steps pay all at once
+    accountant, brute = run(*CASES[name], audit_every=0)
+    credit, truth = accountant._run.credit, torch.cat(brute.credit)
+    if credit.open:
+        assert credit.owed.steps > 0
+        assert relative_error(so_far(accountant), truth) > 1e-5
+        told = torch.cat([torch.from_numpy(s.credits["validation"]) for s in credit.so_far()])
+        assert relative_error(told.double(), truth) < 1e-6  # single precision
+        credit.pay_owed()
+    assert relative_error(so_far(accountant), truth) < 1e-9
 
 
 #: Whole credit only where it is asked for, and then with a word: (case, memory, what is said).

@@ -225,7 +225,7 @@ class WholeCredit:
     def pays_at_once(self) -> bool:
         """Whether the coming step pays all open rows whatever it is like."""
         measured = self.owed.steps >= BLOCK - 1 and self.steps // BLOCK % MEASURED == 0
-        return self.exact or self.steps < AT_ONCE or measured
+        return self.steps < AT_ONCE or measured
 
     @torch.no_grad()
     def to_all_rows(self, payment: Payment) -> Payment:
@@ -264,10 +264,9 @@ class WholeCredit:
             for o, part in zip(self.open, parts, strict=True):
                 o.credit += part
             owed = self.owed
-            assert isinstance(self.store, SketchStore)
-            self.store.note(
-                self.store.entries[: owed.count], owed.a, owed.direction(), np.abs(owed.a * owed.passed).max(1, initial=0.0)
-            )
+            if isinstance(self.store, SketchStore):
+                sizes = np.abs(owed.a * owed.passed).max(1, initial=0.0)
+                self.store.note(self.store.entries[: owed.count], owed.a, owed.direction(), sizes)
         self.owed = Owed.from_now(self.memory.a * self.factors)
 
     def decay_through(self, i: int, m: ParameterMove, decays: dict[int, Tensor]) -> Tensor | None:
@@ -315,8 +314,8 @@ class WholeCredit:
         self.memory.advance(recalls)
         self.owed.step(recalls)
         if payment is not None and payment.first:
-            assert isinstance(self.store, SketchStore)
-            by = self.store.sketchers_of(self.store.entries[: payment.first])
+            store = self.store
+            by = store.sketchers_of(store.entries[: payment.first]) if isinstance(store, SketchStore) else None
             rest = payment.data - payment.paid
             self.owed.add(recalls, payment.paces, payment.direction, payment.kappa, rest, by)
         self.inherited = {
@@ -431,9 +430,14 @@ class WholeCredit:
         steps = 1 if later <= 0 else min(10_000, math.ceil(math.log(REST) / math.log(min(later, 0.9999))))
         moved = [x for m in move.moves.values() for x in (m.realised.q, m.realised.gain) if isinstance(x, Tensor)]
         always = sum(x.nbytes for x in moved)
-        if not isinstance(self.store, SketchStore):
-            return steps, steps * self.store.nbytes_of(entry) + always
         steps += 0 if later <= 0 else BLOCK - 1
+        if not isinstance(self.store, SketchStore):
+            owed = (
+                0
+                if later <= 0 or self.columns is None
+                else len(self.columns) * sum(m.realised.q.nbytes for m in move.moves.values())
+            )
+            return steps, steps * self.store.nbytes_of(entry) + always + owed
         return steps, self.store.expected_bytes(entry, steps, EARLY_STEPS, REFRESH) + always
 
     def nbytes(self) -> int:
