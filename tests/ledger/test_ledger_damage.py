@@ -93,7 +93,7 @@ def damaged_bits(run: Path, rng: random.Random, count: int):
         yield file, place, bytes(data)
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_no_bit_flip_goes_unseen(books, count: int) -> None:
     run, _, expected = books
     seen = dict.fromkeys(["parts", "other"], 0)
