@@ -111,10 +111,10 @@ def test_float32_against_reference(case: Case, form: str) -> None:
 @draw("outer products")
 @given(
     n=st.integers(1, 9),
-    t=st.integers(1, 7),
+    t=st.integers(1, 12),
     p=st.integers(1, 5),
     q=st.integers(1, 5),
-    k=st.integers(1, 3),
+    k=st.integers(1, 9),
     seed=st.integers(0, 2**20),
 )
 def test_outer_products_of_any_shape(n: int, t: int, p: int, q: int, k: int, seed: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from inrun.layers import shapes
 from inrun.layers.registry import nbytes_of
 from inrun.layers.running import _chains, shared_outer
 from inrun.layers.shapes import Formed, GradientShape, LookUp, Outer
@@ -40,6 +41,22 @@ def look_up(padding: int | None = None) -> tuple[GradientShape, Tensor]:
 
 
 SHAPES = {"outer": outer, "formed": formed, "look-up": look_up, "look-up with padding": lambda: look_up(3)}
+
+
+@pytest.mark.parametrize("scratch", [1, 10**6])
+@pytest.mark.parametrize("k", [1, 2, 8, 20])
+@pytest.mark.parametrize("t", [2, 6, 40])
+def test_few_and_many_directions(t: int, k: int, scratch: int, monkeypatch) -> None:
+    """Projected or formed, some samples at a time or all at once: the same products, for samples and directions in their places."""
+    monkeypatch.setattr(shapes, "SCRATCH_BYTES", scratch)
+    x, y, v = floats(N, t, P), floats(N, t, Q, seed=1), floats(k, P, Q, seed=5)
+    formed_here: list[int] = []
+    usual = Outer._formed_dots
+    monkeypatch.setattr(Outer, "_formed_dots", lambda self, v: formed_here.append(1) or usual(self, v))
+    got = Outer(x, y).contract(v)
+    torch.testing.assert_close(got, torch.einsum("ntp,ntq,kpq->nk", x, y, v))
+    assert bool(formed_here) == (k * t > t + 4 * k)
+    torch.testing.assert_close(Formed(torch.einsum("ntp,ntq->npq", x, y)).contract(v), got)
 
 
 @pytest.mark.parametrize("name", SHAPES)
