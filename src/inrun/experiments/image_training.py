@@ -126,6 +126,10 @@ class Net:
     start_epochs: int = 20
 
 
+#: Clean images are many, whatever the size of the corrupted set.
+START_BATCH = 64
+
+
 @dataclass(frozen=True)
 class Subject:
     """A corrupted set, a network, and the weights that every training run starts from."""
@@ -174,7 +178,8 @@ def make_subject(images: Images, task: Corrupted, net: Net, training: Training, 
     """
     model = build_net(net.kind, images.shape, net.width, seed)
     if start in ("clean", "features"):
-        recipe = replace(training, epochs=net.start_epochs, decay_every=max(1, -(-2 * net.start_epochs // 3)))
+        batch = max(training.batch, START_BATCH)
+        recipe = replace(training, epochs=net.start_epochs, decay_every=max(1, -(-2 * net.start_epochs // 3)), batch=batch)
         _learn_clean(model, task.others, recipe, images.mirrors, seed)
     elif start != "scratch":
         raise ValueError(f"start is {start!r}; it is clean, features or scratch")
