@@ -59,6 +59,8 @@ _RESNET = replace(
     in_run=("in_run_first", "step_midpoint", "whole"),
     retraining=(),
 )
+#: As the paper has it.
+PAPERS = Training(epochs=50, decay_every=10)
 _SMOKE = Setting(
     start="scratch",
     samples=60,
@@ -90,7 +92,7 @@ def early_decay(training: Training) -> Training:
     return replace(training, epochs=5 * every, decay_every=every)
 
 
-def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelConfig:
+def _columns(scratch: Setting, resnet: Setting, resnet_sets: int, more: dict[str, Setting] | None = None) -> MislabelConfig:
     # Shapley and leave-one-out, the dearest, are had once: from scratch, where `selection` needs them too.
     small = replace(scratch, start="clean", retraining=SUBSETS)
     settings = {
@@ -99,6 +101,7 @@ def _columns(scratch: Setting, resnet: Setting, resnet_sets: int) -> MislabelCon
         "small net, from scratch": scratch,
         "ResNet-18, new head": resnet,
         "ResNet-18, early decay": replace(resnet, training=early_decay(resnet.training)),
+        **(more or {}),
     }
     return MislabelConfig(settings, {heading: resnet_sets for heading in settings if heading.startswith("ResNet")})
 
@@ -116,7 +119,7 @@ SIZES = {
         {"ResNet-18, new head": 1},
     ),
     "quick": _columns(_QUICK, _QUICK_RESNET, 1),
-    "full": _columns(_FULL, _RESNET, 3),
+    "full": _columns(_FULL, _RESNET, 3, {"ResNet-18, the paper's epochs": replace(_RESNET, training=PAPERS)}),
 }
 
 
