@@ -251,9 +251,9 @@ def _draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
     plt = pyplot()
     first = next(iter(found.values()))
     names = sorted(methods_of(found), key=lambda name: np.mean(first.get(name, [0.0])))
-    figure, axes = plt.subplots(figsize=(9, 0.4 * len(names) + 1.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, (0.09 * len(found) + 0.04) * len(names) + 1.4), layout="constrained")
     for k, (heading, column) in enumerate(found.items()):
-        at = [j + 0.18 * ((len(found) - 1) / 2 - k) for j, name in enumerate(names) if name in column]
+        at = [j + 0.8 / len(found) * ((len(found) - 1) / 2 - k) for j, name in enumerate(names) if name in column]
         means, errors = zip(*(mean_and_std(column[name]) for name in names if name in column), strict=True)
         axes.errorbar(means, at, xerr=errors, label=heading, color=f"C{k}", fmt="o", markersize=4, capsize=2, elinewidth=0.9)
     there = [(j, PAPER[name][0]) for j, name in enumerate(names) if name in PAPER]
