@@ -120,14 +120,12 @@ class Scoring:
         rows: Validation rows by name, ``[m, context + 1]`` each.
         per_step: Rows of a set that a step looks at, in turn; 0 takes all at every step.
         folds: Parts that a set is scored in, for standard errors; 0 for none.
-        options: More options of the accountant.
     """
 
     way: str
     rows: Mapping[str, Tensor]
     per_step: int = 0
     folds: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def losses(self) -> dict[str, Any]:
         """Return what the accountant is to measure."""
@@ -259,7 +257,7 @@ def _accountant(model: nn.Module, optimizer: torch.optim.Optimizer, scoring: Sco
     log = logging.getLogger("inrun")
     level = log.level
     log.setLevel(logging.WARNING)  # what is kept is said once a run; here there are hundreds
-    accountant = inrun.Accountant(model, optimizer, scoring.losses(), audit_every=0, **OURS[scoring.way], **scoring.options)
+    accountant = inrun.Accountant(model, optimizer, scoring.losses(), audit_every=0, **OURS[scoring.way])
     try:
         yield accountant
     finally:

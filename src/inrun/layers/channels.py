@@ -65,7 +65,9 @@ class ChannelNorm:
         m, c = x.shape[:2]
         if self.known:
             mean, variance = (z.to(x.dtype) for z in given)
-        elif x.numel() > 0 and self.groups in (0, c):
+        elif x.numel() == 0:
+            return x.new_zeros(m, c), x.new_zeros(m, c)
+        elif self.groups in (0, c):
             mean, rstd = self._of_the_kernel(x if self.groups == 0 else x.reshape(1, m * c, -1))
             return mean.view(-1, c).expand(m, c), rstd.view(-1, c).expand(m, c)
         else:
