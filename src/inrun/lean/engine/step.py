@@ -1,0 +1,236 @@
+"""One optimizer step: what is observed of it, in the order in which it happens.
+
+with accountant.step(ids):       Step.__enter__: the method works out what it must know before the forward; the tape begins
+    loss = ...                   the tape taps the functions in which parameters meet data
+    loss.backward()              layouts are read where they are new; taps leave their numbers in probes
+    clip_grad_norm_(...)
+    optimizer.step()             Step.before_optimizer: probes are read, the clip factor, the copy of the weights
+                                 Step.after_optimizer: the move
+                                 Step.__exit__: validation gradients along the move; the uses enter the window
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inrun.errors import CoverageError, IdsError, InrunError, StepError
+from inrun.ledger.record import Skip
+from inrun.lean.engine.reading import Reading, read_probes
+from inrun.lean.engine.rows import Samples
+
+if TYPE_CHECKING:
+    from inrun.lean.engine.run import Run
+
+
+class Microbatch:
+    """One forward and backward inside a step, ``with step.microbatch(ids):``."""
+
+    def __init__(self, step: Step, ids: Any) -> None:
+        self.step = step
+        self.ids, documents = sample_rows(ids)
+        self.samples = Samples(len(self.ids), documents)
+        self.reading: Reading | None = None
+        self._open = False
+
+    def __enter__(self) -> Microbatch:
+        self.step.open(self)
+        run = self.step.run
+        longest = None
+        if self.samples.documents is not None:
+            longest = int(torch.bincount(self.samples.documents[self.samples.documents >= 0]).max())
+        request = run.scorer.request(self.samples.n, longest)
+        for s in run.parameters.scored:
+            s.leaf.reader.begin(request)  # type: ignore[union-attr]
+        self.request = request
+        run.layouts.begin(self.samples, self.step.fresh)
+        run.tape.begin(self.samples.n)
+        run.tape.__enter__()
+        self._open = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(failed=error is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """Stop observing, and read what the backward left."""
+        if not self._open:
+            return
+        self._open = False
+        run = self.step.run
+        run.tape.__exit__(None, None, None)
+        taps = [*run.tape.taps, *run.tape.recomputed]
+        run.tape.recomputing = False
+        try:
+            if not failed:
+                self.reading = read_probes(run.parameters, self.request)
+                run.note_taps(taps)
+        finally:
+            run.tape.end()
+            run.layouts.end()
+
+
+def sample_rows(ids: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the ids of samples ``[n]``, and for packed documents the sample of every position ``[rows, t]``.
+
+    A run of one id in a row is one use of that document; −1 is padding.
+    """
+    from inrun.engine.ids import check_ids
+
+    found = check_ids(ids)
+    if found.dim() == 1:
+        return found, None
+    begins = torch.ones_like(found, dtype=torch.bool)
+    begins[:, 1:] = found[:, 1:] != found[:, :-1]
+    begins &= found >= 0
+    numbers = begins.reshape(-1).long().cumsum(0).view_as(found) - 1
+    return found[begins], torch.where(found >= 0, numbers, -1)
+
+
+class Step:
+    """One optimizer step; made by ``accountant.step``."""
+
+    def __init__(self, run: Run, ids: Any, audited: bool, fresh: bool) -> None:
+        self.run, self.audited, self.fresh = run, audited, fresh
+        self.number = run.steps_done
+        self.microbatches: list[Microbatch] = []
+        self._given = None if ids is None else Microbatch(self, ids)
+        self.clips: dict[int, Tensor] = {}
+        self.rates: dict[int, float | None] = {}
+        self.stepped: set[int] = set()
+        self._dropped = self._entered = False
+        self.skipped: Skip | None = None
+
+    # For users
+
+    def __enter__(self) -> Step:
+        if self._entered:
+            raise StepError("this step was entered already. Make a new one with accountant.step().")
+        self._entered = True
+        self.run.begin(self)
+        try:
+            self.run.mover.begin()
+            self.run.scorer.begin(self.number)
+            if self._given is not None:
+                self._given.__enter__()
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        return self
+
+    def microbatch(self, ids: Any) -> Microbatch:
+        """Observe one forward and backward of a step that accumulates several: ``with step.microbatch(ids):``."""
+        if self._given is not None:
+            raise StepError("this step was given its ids. Give them to the microbatches only: accountant.step() without ids.")
+        return Microbatch(self, ids)
+
+    def skip(self) -> None:
+        """Drop the step: it will not be scored. Call it where the loop drops a batch, before ``optimizer.step()``."""
+        if self.stepped:
+            raise StepError("step.skip() after optimizer.step(): the step has had its effect.")
+        self._dropped = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self._leave(failed=True)
+            return
+        try:
+            self._close_microbatch()
+            self._finish()
+        finally:
+            self._leave(failed=False)
+
+    # For the run
+
+    def open(self, micro: Microbatch) -> None:
+        """Begin a microbatch; the one before has ended."""
+        self._close_microbatch()
+        if self.stepped:
+            raise StepError("the optimizer has stepped already. Open a new step for the next backward.")
+        self.microbatches.append(micro)
+
+    def _close_microbatch(self) -> None:
+        if self.microbatches:
+            self.microbatches[-1].close()
+
+    @property
+    def readings(self) -> list[Reading]:
+        """Return what the backwards left."""
+        return [m.reading for m in self.microbatches if m.reading is not None]
+
+    def before_optimizer(self, index: int) -> None:
+        """Right before an optimizer steps: read the factor of its gradients, and copy its weights."""
+        run = self.run
+        self._close_microbatch()
+        if self._dropped:
+            raise StepError("optimizer.step() after step.skip(). Leave the `with` block first.")
+        if index in self.stepped:
+            raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
+        some = run.parameters.of(index)
+        if not any(s.parameter.grad is not None for s in some):
+            return
+        if not self.microbatches:
+            raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
+        self._check_coverage(some)
+        self.clips[index] = run.scorer.clip(self.readings, index)
+        self.rates[index] = learning_rate(run.optimizers[index])
+        if len(self.clips) == 1:
+            run.scorer.before_move(self.number, self.clips)
+        run.mover.before(run.optimizers[index], index)
+
+    def after_optimizer(self, index: int) -> None:
+        """Right after it stepped: describe the move."""
+        if index in self.clips:
+            self.run.mover.after(self.run.optimizers[index], index)
+            self.stepped.add(index)
+
+    def _check_coverage(self, some: Any) -> None:
+        missed = [s.name for s in some if s.parameter.grad is not None and s.place not in self.run.covered]
+        if missed:
+            raise CoverageError(
+                f"{', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''} received gradient through no function that is tapped (a "
+                "custom autograd function or compiled code). Leave it out with parameters=, or compute it with torch functions."
+            )
+
+    def _finish(self) -> None:
+        run = self.run
+        if self._dropped:
+            self.skipped = Skip.DROPPED
+            run.record_skipped(self)
+            return
+        if not self.microbatches:
+            raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
+        if not self.stepped:
+            grads = [s.parameter.grad for s in run.parameters.scored if s.parameter.grad is not None]
+            if grads and all(bool(torch.isfinite(g).all()) for g in grads):
+                raise StepError(
+                    "the step ended without optimizer.step(). Call it inside the `with` block, so that scores get its learning rate "
+                    "and clip factor; or call step.skip()."
+                )
+            self.skipped = Skip.NO_STEP
+            run.record_skipped(self)
+            return
+        run.score(self)
+
+    def _leave(self, failed: bool) -> None:
+        for micro in self.microbatches:
+            micro.close(failed=True)
+        self.run.end(self)
+
+    @property
+    def ids(self) -> Tensor:
+        """Return the ids of all samples, in order."""
+        parts = [m.ids for m in self.microbatches]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the learning rate of an optimizer's first group, if it is known on the host."""
+    lr = optimizer.param_groups[0].get("lr")
+    return None if lr is None or (isinstance(lr, Tensor) and lr.device.type != "cpu") else float(lr)
+
+
+__all__ = ["Microbatch", "Step", "IdsError", "InrunError"]

@@ -1,0 +1,239 @@
+"""Validation passes: losses and their gradients, leaving modes, buffers and random numbers as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as checkpointing
+
+from inrun.errors import ConfigurationError, ValidationError
+from inrun.ledger.labels import Label, is_name
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass
+class Gradients:
+    """Losses ``[k]`` in float64 on the device, and gradients ``[k, *shape]`` by parameter; None where there is none."""
+
+    labels: list[Label]
+    losses: Tensor
+    raw: list[Tensor | None]
+
+
+class Validation:
+    """The named validation callables of a run."""
+
+    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss]) -> None:
+        named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
+        if not named:
+            raise ConfigurationError("validation= is empty. Give at least one callable that returns a loss.")
+        for name, fn in named.items():
+            if not is_name(name):
+                raise ConfigurationError(
+                    f"validation name {name!r}: it must be a text without #, [ and ], which tell folds and points."
+                )
+            if not callable(fn) and not hasattr(fn, "split"):
+                raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss.")
+        self.model, self.callables = model, named
+        self._wants_step = {name: _required_arguments(fn) >= 2 for name, fn in named.items()}
+        self._written: set[int] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the validation sets."""
+        return list(self.callables)
+
+    @torch.no_grad()
+    def losses(self, step: int) -> Tensor:
+        """Return the losses alone, ``[k]``."""
+        parts = []
+        for name in self.names:
+            with self._quiet(name, step):
+                parts.append(self._loss(name, step).detach().reshape(-1).double())
+        return torch.cat(parts)
+
+    def gradients(self, parameters: Sequence[Tensor], step: int, move: Sequence[Tensor | None] | None = None) -> Gradients:
+        """Return losses and gradients; ``.grad`` is not touched.
+
+        With ``move`` d they are ∇ℓ + ½ H d, by differentiating ⟨∇ℓ, d⟩ once more, with attention on the MATH backend.
+        """
+        labels: list[Label] = []
+        losses: list[Tensor] = []
+        found: list[Sequence[Tensor | None]] = []
+        for name in self.names:
+            twice = contextlib.nullcontext() if move is None else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+            with self._quiet(name, step), torch.enable_grad(), twice:
+                loss = self._loss(name, step)
+                if not loss.requires_grad:
+                    raise ValidationError(
+                        f"validation {name!r} returned a loss without gradient. Do not call it under no_grad, and do not detach "
+                        "the model's output."
+                    )
+                points = loss.reshape(-1)
+                for j, point in enumerate(points):
+                    last = j + 1 == len(points)
+                    if move is None:
+                        found.append(torch.autograd.grad(point, list(parameters), retain_graph=not last, allow_unused=True))
+                    else:
+                        found.append(_with_curvature(point, parameters, move, last, name))
+                if all(g is None for gradients in found[-len(points) :] for g in gradients):
+                    raise ValidationError(
+                        f"validation {name!r} returned a loss that depends on no scored parameter, so that every sample would score "
+                        "0. Run the model that the callable is given, not a copy of it."
+                    )
+                folds = hasattr(self.callables[name], "split")
+                labels += [Label(name, None if loss.dim() == 0 else j, folds) for j in range(len(points))]
+                losses.append(points.detach().double())
+        raw = [_stacked([g[i] for g in found]) for i in range(len(parameters))]
+        return Gradients(labels, torch.cat(losses), raw)
+
+    def _loss(self, name: str, step: int) -> Tensor:
+        fn = self.callables[name]
+        call = getattr(fn, "fn", fn) if hasattr(fn, "split") else fn
+        loss = call(self.model, step) if self._wants_step[name] else call(self.model)
+        if not isinstance(loss, Tensor):
+            raise ValidationError(
+                f"validation {name!r} returned {type(loss).__name__}. Return a tensor: a scalar loss, or a vector with one loss per point."
+            )
+        if loss.dim() > 1 or loss.numel() == 0 or not loss.is_floating_point():
+            raise ValidationError(
+                f"validation {name!r} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a floating-point scalar, or "
+                "a vector with one loss per point."
+            )
+        return fn.split(loss) if hasattr(fn, "split") else loss  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _quiet(self, name: str, step: int) -> Iterator[None]:
+        salt = 1 + self.names.index(name)
+        with (
+            forked_random((step * 1_000_003 + salt) % (2**63 - 1), self.model),
+            evaluating(self.model),
+            self._buffers(),
+            no_reentry(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """Put back buffers that a pass writes to: all are copied around the first pass, and later those that were written."""
+        buffers = {i: b for i, b in enumerate(self.model.buffers())}
+        watched = buffers if self._written is None else {i: buffers[i] for i in self._written if i in buffers}
+        copies = {i: b.detach().clone() for i, b in watched.items()}
+        versions = {i: b._version for i, b in buffers.items()}
+        yield
+        changed = {i for i, b in buffers.items() if b._version != versions[i]}
+        if self._written is None:
+            changed |= {i for i, b in copies.items() if not torch.equal(b, buffers[i])}
+        with torch.no_grad():
+            for i in changed & copies.keys():
+                buffers[i].copy_(copies[i])
+        self._written = changed | (self._written or set())
+        if changed - copies.keys():
+            names = [name for i, (name, _) in enumerate(self.model.named_buffers()) if i in changed - copies.keys()]
+            raise ValidationError(
+                f"a validation pass wrote to {', '.join(names)}, which no earlier pass had written to, so that its content is lost. "
+                "Let the forward write to buffers in train mode only."
+            )
+
+
+def _required_arguments(fn: Any) -> int:
+    fn = getattr(fn, "fn", fn) if hasattr(fn, "split") else fn
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _stacked(grads: list[Tensor | None]) -> Tensor | None:
+    """Join the gradients of one parameter, ``[k, *shape]``, in float32 at least; a new tensor unless k is 1."""
+    present = [g for g in grads if g is not None]
+    if not present:
+        return None
+    dtype = torch.promote_types(present[0].dtype, torch.float32)
+    if len(grads) == 1:
+        return present[0].to(dtype).contiguous().unsqueeze(0)
+    return torch.stack([torch.zeros_like(present[0]) if g is None else g for g in grads]).to(dtype)
+
+
+def _with_curvature(
+    point: Tensor, parameters: Sequence[Tensor], move: Sequence[Tensor | None], last: bool, name: str
+) -> list[Tensor | None]:
+    """Return ∇ℓ + ½ H d."""
+    first = torch.autograd.grad(point, list(parameters), create_graph=True, allow_unused=True)
+    slopes = [(g * d).sum() for g, d in zip(first, move, strict=True) if g is not None and d is not None]
+    slope = torch.stack(slopes).sum() if slopes else point.new_zeros(())
+    plain = [None if g is None else g.detach() for g in first]
+    if not slope.requires_grad:  # a loss that is linear in the weights has no curvature
+        return plain
+    try:
+        bend = torch.autograd.grad(slope, list(parameters), retain_graph=not last, allow_unused=True)
+    except RuntimeError as error:
+        raise ValidationError(
+            f'validation {name!r} cannot be differentiated twice ({error}). Take method="first" or "whole", which need no Hessian.'
+        ) from error
+    return [None if g is None else g if h is None else torch.add(g, h, alpha=0.5) for g, h in zip(plain, bend, strict=True)]
+
+
+@contextlib.contextmanager
+def forked_random(seed: int, model: nn.Module) -> Iterator[None]:
+    """Seed torch, numpy and Python for the block, and put their states back."""
+    numpy: Any = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into eval mode for the block."""
+    before = [m for m in model.modules() if m.training]
+    for m in before:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in before:
+            m.training = True
+
+
+class _NoReentry:
+    """Stands in for reentrant checkpointing, through which gradients of chosen tensors cannot be taken."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Checkpoint without reentry; it recomputes the same values."""
+        return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+@contextlib.contextmanager
+def no_reentry() -> Iterator[None]:
+    """Let all activation checkpoints in the block be of the kind that any backward may ask for."""
+    before = checkpointing.CheckpointFunction
+    checkpointing.CheckpointFunction = _NoReentry  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction = before  # type: ignore[misc]
