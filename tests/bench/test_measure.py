@@ -1,13 +1,14 @@
-"""Interleaved timing: who takes part, how often it is made, and that the least time counts."""
+"""Interleaved timing: who takes part, how often it is made, and that the mean of all steps counts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 
 from inrun.bench.contestants import Entry
-from inrun.bench.measure import INSTANCES, Result, best_of, compared, measure
+from inrun.bench.measure import INSTANCES, Result, compared, measure, pooled
 from inrun.bench.shape import Shape
 
 SMALL = Shape(width=8, layers=1, heads=1, context=4, vocab=16, batch=2)
@@ -33,10 +34,10 @@ class Counted:
     ("rounds", "slow_rounds", "fast", "slow"),
     [
         (1, 1, [1], [1]),
-        (11, 1, [11], [1]),
-        (19, 3, [7, 6, 6], [1, 1, 1]),
-        (18, 1, [6, 6, 6], [1]),
-        (12, 0, [6, 6], []),
+        (99, 1, [99], [1]),
+        (151, 3, [51, 50, 50], [1, 1, 1]),
+        (150, 1, [50, 50, 50], [1]),
+        (100, 0, [50, 50], []),
     ],
 )
 def test_rounds_are_shared_out_over_instances(rounds: int, slow_rounds: int, fast: list[int], slow: list[int]) -> None:
@@ -53,9 +54,26 @@ def test_rounds_are_shared_out_over_instances(rounds: int, slow_rounds: int, fas
     assert results[0].relative == 1.0 and results[1].of_limit == 1.0
 
 
-def test_the_least_time_counts() -> None:
-    a = [Result("plain", 2.0, 1.9, 5), Result("limit", 3.0, 2.0, 6)]
-    b = [Result("plain", 1.5, 2.5, 0), Result("limit", 4.0, 1.0, 0)]
-    found = compared([best_of(x, y) for x, y in zip(a, b, strict=True)])
-    assert [(r.seconds, r.cpu_seconds, r.peak_bytes) for r in found] == [(1.5, 1.9, 5), (3.0, 1.0, 6)]
-    assert found[1].relative == 0.5 and found[1].relative_cpu == 1.9
+def test_instances_are_pooled_by_steps() -> None:
+    a = [Result("plain", 2.0, 1.9, 5, steps=1), Result("limit", 3.0, 2.0, 6, steps=1)]
+    b = [Result("plain", 1.0, 2.5, 0, steps=3), Result("limit", 2.0, 1.0, 0, steps=1)]
+    found = compared([pooled(x, y) for x, y in zip(a, b, strict=True)])
+    assert [(r.seconds, r.cpu_seconds, r.peak_bytes, r.steps) for r in found] == [(1.25, 2.35, 5, 4), (2.5, 1.5, 6, 2)]
+    assert found[1].relative == 0.5 and found[1].relative_cpu == 2.35 / 1.5
+
+
+class Uneven:
+    """A contestant whose warm-up is slow, and which settles in every fourth step what the other steps leave over."""
+
+    def __call__(self, shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+        def step(number: int) -> None:
+            time.sleep(0.1 if number < 3 else 0.08 if number % 4 == 3 else 0.0)
+
+        return step, lambda: 7
+
+
+def test_the_mean_of_all_steps_after_the_warm_up_counts() -> None:
+    entries = [Entry("plain", Uneven(), warm_up=3), Entry("limit", Uneven(), warm_up=3)]
+    for r in measure(SMALL, entries, 8, 0):
+        assert r.steps == 8
+        assert 0.02 <= r.seconds < 0.08, "neither the best step (nothing), nor one with the warm-up in it"

@@ -28,6 +28,13 @@ class Entry:
     slow: bool = False
     #: The contestant whose throughput its own is relative to.
     against: str = "plain"
+    #: Steps before the first that is timed.
+    warm_up: int = 2
+
+
+#: Steps until training with an accountant is in a steady state: checks of rows come at steps 0, 1, 2, 4, 8 and 16 (later ones are
+#: rare), and whole credit's window is 44 steps at β₁ = 0.9.
+SCORED, WHOLE = 17, 48
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -194,7 +201,11 @@ def entries(shape: Shape) -> list[Entry]:
         Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
         *_ours(shape),
         *_merged(shape),
-        *(Entry(f"{credit} credit", scored(None, None, "auto", credit)) for credit in CREDITS if credit not in ("auto", "step")),
+        *(
+            Entry(f"{credit} credit", scored(None, None, "auto", credit), warm_up=WHOLE)
+            for credit in CREDITS
+            if credit not in ("auto", "step")
+        ),
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
     ]
@@ -203,21 +214,24 @@ def entries(shape: Shape) -> list[Entry]:
 def under_conditions(shape: Shape, backend: str = "inductor") -> list[Entry]:
     """Return the two yardsticks, first order, and both plain and scored training under every condition, one against the other."""
     update = "sgd" if shape.optimizer == "sgd" else "frozen"
-    lines = [*entries(shape)[:2], Entry(f"first+{update}", scored("first", update, "auto"))]
+    lines = [*entries(shape)[:2], Entry(f"first+{update}", scored("first", update, "auto"), warm_up=SCORED)]
     for under in conditions(backend):
         yardstick = f"{under.name}: plain"
+        first, whole = scored("first", update, "auto", under=under), scored(None, None, "auto", "whole", under)
         lines += [
             Entry(yardstick, plain(lambda s: s.batch, under)),
-            Entry(f"{under.name}: first+{update}", scored("first", update, "auto", under=under), against=yardstick),
-            Entry(f"{under.name}: whole credit", scored(None, None, "auto", "whole", under), against=yardstick),
+            Entry(f"{under.name}: first+{update}", first, against=yardstick, warm_up=SCORED),
+            Entry(f"{under.name}: whole credit", whole, against=yardstick, warm_up=WHOLE),
         ]
     return lines
 
 
 def _merged(shape: Shape) -> list[Entry]:
     """Return the lines of the merged pass; gram is for one gain per tensor."""
-    lines = [Entry("first+sgd merged", merged("sgd")), Entry("first+sgd merged gram", merged("sgd", "gram"))]
-    return lines if shape.optimizer == "sgd" else [*lines, Entry("first+frozen merged", merged("frozen"))]
+    chosen = {"first+sgd merged": merged("sgd"), "first+sgd merged gram": merged("sgd", "gram")}
+    if shape.optimizer != "sgd":
+        chosen["first+frozen merged"] = merged("frozen")
+    return [Entry(name, make, warm_up=SCORED) for name, make in chosen.items()]
 
 
 def _ours(shape: Shape) -> list[Entry]:
@@ -225,7 +239,7 @@ def _ours(shape: Shape) -> list[Entry]:
     sgd = shape.optimizer == "sgd"
     real = "sgd" if sgd else "secant"
     return [
-        Entry(f"{method.name}+{update}{'' if form == 'auto' else f' {form}'}", scored(method.name, update, form))
+        Entry(f"{method.name}+{update}{'' if form == 'auto' else f' {form}'}", scored(method.name, update, form), warm_up=SCORED)
         for method in METHODS.values()
         for update in (real if update == "real" else update for update in method.benchmarked_with)
         if update == "sgd" or not sgd

@@ -1,10 +1,11 @@
-"""Interleaved timing: every contestant once per round, the best round counts.
+"""Interleaved timing: every contestant trains one step per round, and the mean of its steps counts.
 
-Noise on a shared machine only ever adds time, so the best of several rounds is the steadiest figure, and interleaving
-gives every contestant the same share of quiet moments. The order rotates, since a contestant inherits the caches and the
-heap of the one before it; and on a CPU freed memory is kept, or page faults (a fifth of a step) would be dealt out by chance.
-Where tensors happen to lie in memory moves a step by 3 to 7 per cent for as long as a contestant lives (the same one made twice, in
-one run: 0.971 and 0.943 of the limit), so that each is made several times.
+Steps are timed in steady state, after the warm-up of each contestant. None is left out: audits and the settlement of whole credit
+come in some steps only, and the fastest step, which has neither, says nothing about the cost of a run.
+Interleaving gives every contestant the same share of quiet moments. The order rotates, since a contestant inherits the caches and
+the heap of the one before it; and on a CPU freed memory is kept, or page faults (a fifth of a step) would be dealt out by chance.
+Where tensors happen to lie in memory moves a step by 3 to 7 per cent for as long as a contestant lives, so many rounds are shared
+out over several instances of each.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 from inrun.bench.contestants import Entry
 from inrun.bench.shape import Shape
 
-#: How often each contestant is made, if there are so many rounds for each: the first steps of a run have looks at the rows.
-INSTANCES, ROUNDS_EACH = 3, 6
+#: How often each contestant is made at most, and how many consecutive steps each instance trains at least.
+INSTANCES, ROUNDS_EACH = 3, 50
 #: A contestant, its step, and a function that tells the bytes held between steps.
 Made = tuple[Entry, Callable[[int], None], Callable[[], int]]
 
@@ -32,6 +33,7 @@ class Result:
     """What was measured of one contestant."""
 
     name: str
+    #: Of the mean step.
     seconds: float
     cpu_seconds: float
     #: Peak bytes of tensors during a step, model and optimizer included.
@@ -43,6 +45,8 @@ class Result:
     of_limit_cpu: float = 0.0
     #: What it is relative to: plain training, as it is or under the same condition.
     against: str = "plain"
+    #: How many steps were timed.
+    steps: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -110,7 +114,7 @@ def measure(
         # In another order every time, so that tensors come to lie elsewhere.
         made = {entry.name: (entry, *entry.make(shape)) for entry in here[instance:] + here[:instance]}
         for r in measure_made([made[entry.name] for entry in here], shape.device, fast, slow, tell, memory=instance == 0):
-            found[r.name] = best_of(found[r.name], r) if r.name in found else r
+            found[r.name] = pooled(found[r.name], r) if r.name in found else r
         del made
         gc.collect()
     return compared([found[entry.name] for entry in contestants if entry.name in found])
@@ -138,10 +142,10 @@ def measure_made(
     done = 0
     for entry, step, _ in made:
         tell(f"warming up {entry.name}", done, total)
-        for number in range(2):
+        for number in range(entry.warm_up):
             step(number)
-    wall = {entry.name: float("inf") for entry, _, _ in made}
-    cpu = dict(wall)
+    wall = {entry.name: 0.0 for entry, _, _ in made}
+    cpu, steps = dict(wall), dict.fromkeys(wall, 0)
     for number in range(rounds):
         turn = number % len(made)
         for entry, step, _ in made[turn:] + made[:turn]:
@@ -152,26 +156,32 @@ def measure_made(
             _synchronise(device)
             gc.disable()
             began, began_cpu = time.perf_counter(), time.process_time()
-            step(2 + number)
+            step(entry.warm_up + number)
             _synchronise(device)
             ended, ended_cpu = time.perf_counter(), time.process_time()
             gc.enable()
-            wall[entry.name] = min(wall[entry.name], ended - began)
-            cpu[entry.name] = min(cpu[entry.name], ended_cpu - began_cpu)
+            wall[entry.name] += ended - began
+            cpu[entry.name] += ended_cpu - began_cpu
+            steps[entry.name] += 1
     results = []
     for entry, step, held in made:
         peak = 0
         if memory:
             tell(f"memory of {entry.name}", done, total)
             done += 1
-            peak = held() + _peak_of_step(lambda step=step: step(2 + rounds), device)  # type: ignore[misc]
-        results.append(Result(entry.name, wall[entry.name], cpu[entry.name], peak, against=entry.against))
+            last = entry.warm_up + rounds
+            peak = held() + _peak_of_step(lambda step=step, last=last: step(last), device)  # type: ignore[misc]
+        n = steps[entry.name]
+        results.append(Result(entry.name, wall[entry.name] / n, cpu[entry.name] / n, peak, against=entry.against, steps=n))
     return compared(results)
 
 
-def best_of(a: Result, b: Result) -> Result:
-    """Return the least times of both, and the memory of the first."""
-    return replace(a, seconds=min(a.seconds, b.seconds), cpu_seconds=min(a.cpu_seconds, b.cpu_seconds))
+def pooled(a: Result, b: Result) -> Result:
+    """Return the mean over the steps of both, and the memory of the first."""
+    steps = a.steps + b.steps
+    seconds = (a.seconds * a.steps + b.seconds * b.steps) / steps
+    cpu_seconds = (a.cpu_seconds * a.steps + b.cpu_seconds * b.steps) / steps
+    return replace(a, seconds=seconds, cpu_seconds=cpu_seconds, steps=steps)
 
 
 def compared(results: list[Result]) -> list[Result]:

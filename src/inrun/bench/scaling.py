@@ -38,8 +38,8 @@ from inrun.training.processes import launched
 Tell = Callable[[str, int, int], None]
 #: Makes such a function; the first process enters it.
 Telling = Callable[[], AbstractContextManager[Tell]]
-#: Steps before the first that is timed: sketches of the first ten steps are larger than the others.
-WARM_UP = 12
+#: Steps before the first that is timed: whole credit's window is 44 steps at β₁ = 0.9.
+WARM_UP = 48
 #: Seconds after which a process that does not answer is given up.
 PATIENCE = 1800.0
 
@@ -50,7 +50,7 @@ class Scaled:
 
     name: str
     processes: int
-    #: Seconds of the best step with all processes, and of the first process alone.
+    #: Seconds of the mean step with all processes, and of the first process alone.
     seconds: float
     seconds_alone: float
     #: Samples per second relative to plain training in as many processes, and (one process against one) alone.
@@ -140,7 +140,7 @@ def measure_scaling(shape: Shape, rounds: int, mode: str, tell: Tell = lambda na
     together = {name: Trainee(shape, options, mode, None) for name, options in named.items()}
     single = {name: Trainee(shape, options, mode, alone) for name, options in named.items()} if rank == 0 else {}
     turns = [(name, apart) for name in named for apart in (False, True)]
-    best = dict.fromkeys(turns, float("inf"))
+    mean = dict.fromkeys(turns, 0.0)
     exchanged: dict[str, list[tuple[dict[str, int], dict[str, int], float]]] = {name: [] for name in named}
     total = (WARM_UP + rounds) * len(turns)
     for number in range(WARM_UP + rounds):
@@ -153,14 +153,14 @@ def measure_scaling(shape: Shape, rounds: int, mode: str, tell: Tell = lambda na
             seconds = _time_together(trainee, number, shape.device)
             if number < WARM_UP:
                 continue
-            best[name, apart] = min(best[name, apart], seconds)
+            mean[name, apart] += seconds / rounds
             if accountant is not None:
                 found = accountant.communication
                 exchanged[name].append((found.payload, computed, found.wire))
     for trainee in (*together.values(), *single.values()):
         if trainee.accountant is not None:
             trainee.accountant.close(settle=False)
-    return [_result(name, world, best, exchanged[name]) for name in named]
+    return [_result(name, world, mean, exchanged[name]) for name in named]
 
 
 def _time_together(trainee: Trainee | None, number: int, device: str) -> float:
@@ -181,20 +181,20 @@ def _time_together(trainee: Trainee | None, number: int, device: str) -> float:
 def _result(
     name: str,
     world: int,
-    best: dict[tuple[str, bool], float],
+    mean: dict[tuple[str, bool], float],
     exchanged: list[tuple[dict[str, int], dict[str, int], float]],
 ) -> Scaled:
     # Audited steps exchange more, and so do rough ones: the median step is neither.
     usual = statistics.median_low(sum(payload.values()) for payload, _, _ in exchanged) if exchanged else 0
     payload, computed, wire = next((x for x in exchanged if sum(x[0].values()) == usual), ({}, {}, 0.0))
-    together, apart = best[name, False], best[name, True]
+    together, apart = mean[name, False], mean[name, True]
     return Scaled(
         name,
         world,
         together,
         apart,
-        best["plain", False] / together,
-        best["plain", True] / apart,
+        mean["plain", False] / together,
+        mean["plain", True] / apart,
         world * apart / together,
         payload,
         computed,

@@ -16,7 +16,7 @@ from inrun.cli.options import JSON
 Examples:
   inrun bench                                    GPT of width 256 with AdamW
   inrun bench --optimizer sgd --no-clip
-  inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 5
+  inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 50
   inrun bench --conditions                       what bf16, torch.compile and checkpointing do to the ratio
   inrun bench --tune --context 64                which form each layer would take, and which is fastest here
   inrun bench --processes 2                      two processes with DDP beside one, and the bytes they exchange
@@ -37,7 +37,7 @@ Examples:
 @click.option("--clip/--no-clip", default=True, show_default=True, help="Clip the gradient norm at 1.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "float64", "bfloat16"]))
-@click.option("--rounds", default=20, show_default=True, type=click.IntRange(1), help="Interleaved rounds; best counts.")
+@click.option("--rounds", default=60, show_default=True, type=click.IntRange(1), help="Timed steps of each; the mean counts.")
 @click.option("--slow-rounds", default=3, show_default=True, type=click.IntRange(0), help="Rounds of the slow rivals.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Only contestants whose name contains this (repeatable).")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads (default: torch's own choice).")

@@ -85,5 +85,5 @@ def _title(shape: Shape, rounds: int) -> str:
     return (
         f"{shape.model} width {shape.width}, {shape.layers} layers, {shape.context} positions, vocabulary {shape.vocab}, "
         f"batch {shape.batch} + {shape.validation_rows}, {shape.optimizer}{', clipped' if shape.clip else ''}, "
-        f"{shape.device} {shape.dtype}; best of {rounds}"
+        f"{shape.device} {shape.dtype}; mean of {rounds} steps"
     )

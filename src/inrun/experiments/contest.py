@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from inrun.bench.contestants import Entry
+from inrun.bench.contestants import SCORED, Entry
 from inrun.bench.measure import Made, keep_freed_memory, measure_made
 from inrun.bench.shape import DTYPES, Shape
 from inrun.experiments.ways import (
@@ -201,7 +201,8 @@ def timings(trial: Trial, tell: Callable[[str, int, int], None]) -> list[dict[st
             running.step(number)
         offset = trial.window or 0  # ids must not come twice in whole credit's window
         step = functools.partial(_later, running, offset)
-        made.append((Entry(way.name, lambda shape: (lambda number: None, lambda: 0), way.slow), step, running.held))
+        entry = Entry(way.name, lambda shape: (lambda number: None, lambda: 0), way.slow, warm_up=2 if way.slow else SCORED)
+        made.append((entry, step, running.held))
     return [r.as_dict() for r in measure_made(made, "cpu", trial.rounds, trial.slow_rounds, tell)]
 
 

@@ -1,6 +1,6 @@
 """What scoring costs: the paper's throughput table on a scaled GPT-2, and its ghost recursion on the perceptron it is given for.
 
-Times are the best of interleaved rounds (``inrun.bench``) and stand in ``timings.json`` and the tables; ``results.json`` has what
+Times are means over interleaved steps (``inrun.bench``) and stand in ``timings.json`` and the tables; ``results.json`` has what
 does not depend on the machine: whether all ways agree, in double precision, and the operations in their matrix products.
 """
 
@@ -22,7 +22,7 @@ PAPER = {"plain": 76.2, "first, ghost": 70.5, "second, ghost": 34.4, "first, dir
 
 NOTES = (
     "Paper: GPT-2 small (124M parameters) on an A100; its samples per second are not comparable with ours, ratios are. Times "
-    "here: one CPU core, best of interleaved rounds, so without audits and checks of rows, which some steps have. 'limit' is "
+    "here: one CPU core, mean step of interleaved rounds. 'limit' is "
     "plain training on the batch plus the validation rows. Tokens and inputs are drawn at random, and seeds play no part.",
     "'first, ghost' is the merged pass in gram form; 'first, ghost by hand' and 'second, ghost' are the paper's formulas written "
     "out without autograd (compare them with 'plain, by hand'). The paper derives its recursion for perceptrons only, so on GPT "
@@ -117,7 +117,7 @@ def _table(trial: Trial, facts: dict[str, Any], lines: list[dict[str, Any]]) -> 
             ]
         )
     about = ", ".join(f"{k} {v}" for k, v in scale.items() if k not in ("model", "seed", "device"))
-    caption = f"Shape: {about}. Best of {trial.rounds} rounds ({trial.slow_rounds} for direct)."
+    caption = f"Shape: {about}. Mean of {trial.rounds} steps ({trial.slow_rounds} for direct)."
     stretch = lines[0]["seconds"] / lines[0]["cpu_seconds"]
     if stretch > SHARED:
         caption += f" Other jobs shared the core: plain training took {stretch:.1f} times its CPU time, so read the CPU columns."

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inrun.lean.layers.tape import POINTWISE, Tape, opened, rule_for, tensors_in
+from inrun.lean.layers.tap import opened
+from inrun.lean.layers.tape import POINTWISE, Tape, rule_for, tensors_in
 
 _NAMES = (
     "add sub mul div true_divide divide multiply subtract rsub pow float_power maximum minimum fmax fmin lerp addcmul addcdiv "

@@ -66,7 +66,7 @@ def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias
     given = [t for t in (x, weight, bias) if isinstance(t, Tensor)]
     # The weight gradient is ours only where every tensor that wants a gradient is a target.
     others = [t for t, w in ((weight, wanted[0]), (bias, wanted[1])) if t is not None and t.requires_grad and not w]
-    if tape.bitwise or others or not wanted[0] or weight.is_sparse:
+    if not tape.owns(weight) or others or not wanted[0]:
         saved = (x,) if wanted[0] else ()
         return tape.observe(func, func(x, weight, bias), rule_of_linear, targets, given, saved, wanted)
     tap = tape.tap(func, rule_of_linear, targets, given, torch.Size((*x.shape[:-1], weight.shape[0])), wanted)

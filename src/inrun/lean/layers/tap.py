@@ -7,6 +7,7 @@ Gradients of the model pass through unchanged.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,18 @@ from torch.autograd.graph import GradientEdge
 
 from inrun.lean.layers.gradients import LookUp, PerSample
 from inrun.lean.layers.layout import Layout
+
+
+def opened(function: Any) -> Any:
+    """Return a Python function of torch whose inner calls are seen: it does not hand itself over as a whole."""
+    space = {**function.__globals__, "has_torch_function": lambda _: False}
+    found = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+#: ``torch.autograd.grad`` whose recomputations by checkpointing are seen.
+run_grad = opened(torch.autograd.grad)
 
 
 class Collector(Protocol):
@@ -161,8 +174,8 @@ class Tap:
 
 def pull_back(value: Tensor, parameters: list[Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients ``[m, *parameter]`` of parameters for gradients ``[m, *value]`` of a tensor made of them."""
-    with torch.enable_grad():
-        return torch.autograd.grad(
+    with torch.enable_grad(), torch._C._EnableTorchFunction():
+        return run_grad(
             value, parameters, g.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True
         )
 
@@ -184,8 +197,9 @@ class Observe(torch.autograd.Function):
         nothing = [None] * ctx.count
         if tap.tape.probing:
             return (b, None, None, *nothing, *[None] * ctx.probes)
+        saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
         with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
-            probes, _ = tap.read(tap.rule(tap, b, ctx.saved_tensors))
+            probes, _ = tap.read(tap.rule(tap, b, saved))
         return (b, None, None, *nothing, *probes)
 
 

@@ -9,7 +9,6 @@ They are followed until they meet data; the per-sample gradients there are pulle
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from inrun.lean.layers.gradients import Formed
-from inrun.lean.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
+from inrun.lean.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened, run_grad
 
 #: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
 #: the call treated like any other.
@@ -33,14 +32,6 @@ POINTWISE: set[Any] = set()
 STATISTICS = {F.batch_norm}
 
 _BACKWARD = {Tensor.backward, torch.autograd.backward}
-
-
-def opened(function: Any) -> Any:
-    """Return a Python function of torch whose inner calls are seen: it does not hand itself over as a whole."""
-    space = {**function.__globals__, "has_torch_function": lambda _: False}
-    found = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
 
 
 _run_backward = opened(torch.autograd.backward)
@@ -93,6 +84,8 @@ class Tape(TorchFunctionMode):
     def __init__(self, model: nn.Module, leaves: Iterable[Leaf], bitwise: bool = False) -> None:
         super().__init__()
         self.model, self.bitwise = model, bitwise
+        #: For tests, which hold such rules against a reference in double precision.
+        self.own_in_double = False
         self.leaves = list(leaves)
         self.sources: dict[int, Source] = {}
         self.constants: set[int] = set()
@@ -180,6 +173,13 @@ class Tape(TorchFunctionMode):
         if t in self.made or id(t) in self.constants or id(t) in self.sources:
             return False
         return t.dim() > 0 and self.n in t.shape[:2]  # made before the step: data, if it has a row per sample
+
+    def owns(self, weight: Tensor) -> bool:
+        """Whether a rule may compute a weight gradient itself, from the per-sample gradients that it forms anyway.
+
+        In double precision it does not: next to parts in single precision, rounding of 1e-16 would become one of 1e-9.
+        """
+        return not self.bitwise and (weight.dtype != torch.float64 or self.own_in_double)
 
     def source(self, t: Any) -> Source | None:
         """Return the source that a tensor is, if any."""
@@ -374,7 +374,7 @@ def _rule_of_masks(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
         samples = torch.arange(low, min(low + at_once, layout.n), device=b.device)
         masks = samples.view(-1, *[1] * b.dim()) == who
         with torch.enable_grad():
-            grads = torch.autograd.grad([out], inputs, [b * masks], retain_graph=True, allow_unused=True, is_grads_batched=True)
+            grads = run_grad([out], inputs, [b * masks], retain_graph=True, allow_unused=True, is_grads_batched=True)
         for parts, g, source in zip(found, grads, tap.targets, strict=True):
             parts.append(b.new_zeros(len(samples), *source.tensor.shape) if g is None else g)
     return [Formed(torch.cat(parts)) for parts in found]

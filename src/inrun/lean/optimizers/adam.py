@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inrun.errors import OptimizerError
-from inrun.lean.optimizers.lists import quotient, root_plus, shifted_
+from inrun.lean.optimizers.lists import over_roots, quotient, shifted_
 from inrun.lean.optimizers.registry import register
 from inrun.lean.optimizers.rule import Group, GroupStep, Memory, UpdateRule
 
@@ -48,8 +48,8 @@ class AdamRule(MomentRule):
         counts = step.counts()
         root = (1.0 - step.betas[1] ** counts).sqrt()
         second = step.kept("max_exp_avg_sq" if step.group.get("amsgrad") else "exp_avg_sq")
-        sizes = root_plus(second, root * step.option("eps"))
-        return quotient(second, sizes, root * self.slow_start(step, counts))
+        rates = root * self.slow_start(step, counts)
+        return over_roots(second, root * step.option("eps"), rates)
 
 
 @register(torch.optim.AdamW)
@@ -110,8 +110,7 @@ class RAdamRule(MomentRule):
         squared = (length - 4.0) * (length - 2.0) * longest * left
         squared = squared / ((longest - 4.0) * (longest - 2.0) * length)
         rectified = torch.where(settled, squared.sqrt() * bare, 0.0)
-        second = step.kept("exp_avg_sq")
-        out = quotient(second, root_plus(second, step.option("eps")), rectified)
+        out = over_roots(step.kept("exp_avg_sq"), step.option("eps"), rectified)
         return shifted_(out, torch.where(settled, 0.0, bare))
 
 

@@ -20,25 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inrun.lean.optimizers.lists import (
-    TINY,
-    Tensors,
-    quotient,
-    root_plus,
-    scaled_,
-    shifted_,
-    spread,
-    wide,
-)
+from inrun.lean.optimizers import lists
+from inrun.lean.optimizers.lists import Tensors, scaled_, wide
 from inrun.lean.optimizers.registry import register
-from inrun.lean.optimizers.rule import (
-    NO_MEMORY,
-    GroupStep,
-    Memory,
-    Scalar,
-    State,
-    UpdateRule,
-)
+from inrun.lean.optimizers.rule import NO_MEMORY, GroupStep, Memory, Scalar, State, UpdateRule
 from inrun.lean.optimizers.sgd import plain_rate
 
 
@@ -69,11 +54,13 @@ class RMSpropRule(UpdateRule):
 
     @torch.no_grad()
     def _over(self, step: GroupStep, rate: Any) -> list[Tensor]:
-        second = variance = step.kept("square_avg")
-        if step.group["centered"]:
-            mean = step.kept("grad_avg")
-            variance = list(torch._foreach_addcmul(second, mean, mean, value=-1.0))
-        return quotient(second, root_plus(variance, step.option("eps")), rate)
+        second, eps = step.kept("square_avg"), step.option("eps")
+        if not step.group["centered"]:
+            return lists.over_roots(second, eps, rate)
+        mean = step.kept("grad_avg")
+        sizes = list(torch._foreach_addcmul(second, mean, mean, value=-1.0))
+        torch._foreach_sqrt_(sizes)
+        return lists.quotient(second, lists.shifted_(sizes, eps), rate)
 
 
 @register(torch.optim.Adagrad)
@@ -87,8 +74,7 @@ class AdagradRule(UpdateRule):
     def factor(self, step: GroupStep) -> list[Tensor] | float:
         """Return lr / (1 + (t−1)·decay) / (√s + ε); 0 where s is 0."""
         slowed = (step.counts() - 1.0) * step.option("lr_decay") + 1.0
-        second = step.kept("sum")
-        return quotient(second, root_plus(second, step.option("eps")), step.lr / slowed)
+        return lists.over_roots(step.kept("sum"), step.option("eps"), step.lr / slowed)
 
 
 @register(torch.optim.Adadelta)
@@ -107,9 +93,9 @@ class AdadeltaRule(UpdateRule):
         """
         rho, eps = step.option("rho"), step.option("eps")
         z, second = self.entering(step), step.kept("square_avg")
-        below = shifted_(list(torch._foreach_mul(second, rho)), rho * eps)
+        below = lists.shifted_(list(torch._foreach_mul(second, rho)), rho * eps)
         torch._foreach_addcmul_(below, z, z, value=1.0 - rho)
-        torch._foreach_clamp_min_(below, TINY)
+        torch._foreach_clamp_min_(below, lists.TINY)
         out = list(torch._foreach_add(step.kept("acc_delta"), rho * eps))
         torch._foreach_div_(out, below)
         torch._foreach_sqrt_(out)
@@ -132,7 +118,7 @@ class AdafactorRule(UpdateRule):
     def factor(self, step: GroupStep) -> list[Tensor] | float:
         """Return α·F / max(1, rms(F∘G) / d); 0 where row or column is 0."""
         eps, out = step.group["eps"], []
-        rates = spread(step.counts().rsqrt().clamp(max=step.lr))
+        rates = lists.spread(step.counts().rsqrt().clamp(max=step.lr))
         each = zip(step.before, wide(step.gradients), step.states, rates, strict=True)
         for w, g, state, rate in each:
             least = torch.finfo(w.dtype).eps if eps[0] is None else float(eps[0])

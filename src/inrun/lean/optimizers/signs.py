@@ -24,17 +24,10 @@ import torch
 from torch import Tensor
 
 from inrun.errors import OptimizerError
+from inrun.lean.optimizers import rule
 from inrun.lean.optimizers.lists import TINY, Tensors, quotient, scaled_, wide
 from inrun.lean.optimizers.registry import register
-from inrun.lean.optimizers.rule import (
-    Group,
-    GroupStep,
-    Memory,
-    Scalar,
-    UpdateRule,
-    learning_rate,
-    option,
-)
+from inrun.lean.optimizers.rule import Group, GroupStep, Memory, Scalar, UpdateRule
 
 #: Options that mix the entries of a tensor, or that this rule does not describe.
 UNKNOWN = ("caution", "cautious", "use_gc", "adanorm")
@@ -81,11 +74,11 @@ class LionRule(UpdateRule):
 
     def coupled(self, group: Group) -> float:
         """Return λ where decay is added to the gradient."""
-        return 0.0 if group.get("weight_decouple", True) else option(group, "weight_decay")
+        return 0.0 if group.get("weight_decouple", True) else rule.option(group, "weight_decay")
 
     def shrink(self, group: Group) -> Scalar:
         """Return the factor of −w in the move."""
-        decay, lr = option(group, "weight_decay"), learning_rate(group)
+        decay, lr = rule.option(group, "weight_decay"), rule.learning_rate(group)
         if decay == 0.0 or not group.get("weight_decouple", True):
             return 0.0
         if group.get("fixed_decay", False):
@@ -141,7 +134,8 @@ class MuonRule(UpdateRule):
         """Return κ·lr′·L∇ (∇L for a tall matrix), κ the coefficient of this step's G in q.
 
         What is shared is κ·lr′·L G: the part of the move lr′·L q that this step's gradient made
-        with L held fixed. L is the matrix that the step really applied, up to bfloat16.
+        with L held fixed. L is the matrix that the step really applied, but for its rounding to
+        bfloat16: L q is within 1 to 2 % of the move (6 % in a matrix of 3 by 3).
         """
         group, momentum, out = step.group, float(step.group["momentum"]), []
         own = (1.0 - momentum) * (1.0 + momentum if group["nesterov"] else 1.0)
