@@ -1,8 +1,8 @@
 """Time the methods of two source trees of inrun in one interleaved run: one process each, one step at a time, in turns.
 
-    python benchmarks/compare_versions.py ../old/src src --rounds 20 --only midpoint
+    python benchmarks/compare_versions.py ../old/src src --rounds 60 --only midpoint
 
-Prints, per method, the best step of each tree in wall and CPU time, their ratio, and peak memory; ``plain`` shows the noise.
+Prints, per method, the mean step of each tree in wall and CPU time (behind a warm-up), their ratio, and peak memory; ``plain`` shows the noise.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--warm-up", type=int, default=48, help="steps before; whole credit's window is 44 steps at β₁ = 0.9")
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--default-malloc", action="store_true", help="let glibc give freed memory back, as it does by default")
     for name, default in (("width", 256), ("layers", 4), ("heads", 4), ("context", 256), ("vocab", 4096), ("batch", 16)):
@@ -76,19 +77,19 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     given = vars(parser.parse_args())
     old, new, rounds, only = given.pop("old"), given.pop("new"), given.pop("rounds"), given.pop("only")
-    keep = not given.pop("default_malloc")
+    keep, warm_up = not given.pop("default_malloc"), given.pop("warm_up")
     trees = [Tree(path, dict(given), only, keep) for path in (old, new)]
     names = [n for n in trees[0].names if n in trees[1].names]
-    best = {(i, n): [float("inf"), float("inf")] for i in (0, 1) for n in names}
-    for turn in range(rounds + 3):
+    mean = {(i, n): [0.0, 0.0] for i in (0, 1) for n in names}
+    for turn in range(rounds + warm_up):
         for name in names:
             for i in (0, 1) if turn % 2 else (1, 0):
                 took = trees[i].ask("time", name)
-                if turn >= 3:
-                    best[i, name] = [min(a, b) for a, b in zip(best[i, name], took, strict=True)]
+                if turn >= warm_up:
+                    mean[i, name] = [a + b / rounds for a, b in zip(mean[i, name], took, strict=True)]
     print(f"{'':<24}{'old ms':>9}{'new ms':>9}{'new/old':>9}{'CPU':>8}{'old MB':>9}{'new MB':>9}")
     for name in names:
-        (wall, cpu), (wall_new, cpu_new) = best[0, name], best[1, name]
+        (wall, cpu), (wall_new, cpu_new) = mean[0, name], mean[1, name]
         peaks = [tree.ask("peak", name) / 1e6 for tree in trees]
         print(
             f"{name:<24}{1e3 * wall:>9.1f}{1e3 * wall_new:>9.1f}{wall_new / wall:>9.3f}{cpu_new / cpu:>8.3f}"

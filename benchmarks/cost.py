@@ -5,9 +5,11 @@
     python benchmarks/cost.py --case gpt256 --memory
 
 "Floor" is plain training that also takes the gradient of the validation loss at every step: the least that anything of this kind
-can cost. Every contestant trains until whole credit's window is full. After that they take turns of some consecutive steps each, in
-rotating order, so that noise hits all alike. No step is left out: settlement and audits are part of the mean. A ratio's standard
-error comes from the spread over turns.
+can cost. ``--engine paper`` is the paper's own algorithms (``inrun.paper``), whose batch also holds the validation rows.
+
+Scored training warms up until whole credit's window is full, plain training and the floor for a few steps. After that all take
+turns of some consecutive steps each, in rotating order, so that noise hits all alike. No step is left out: settlement and audits
+are part of the mean. A ratio's standard error comes from the spread over turns.
 
 ``--memory`` instead trains every contestant in a process of its own and compares peak resident memory.
 
@@ -34,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from launches import ENGINES, GPT, next_token_loss
+from launches import ENGINES, GPT, merged_step, next_token_loss, next_token_losses, pairs
 from torch import Tensor, nn
 
 # ---- Cases
@@ -48,6 +50,8 @@ class Task:
     #: Draws so many rows.
     draw: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
+    #: The same for every row, ``[n]``, which the paper's algorithms need.
+    losses: Callable[[nn.Module, Any], Tensor]
     batch: int
     validation_rows: int
     clip: float | None = None
@@ -61,7 +65,7 @@ class Task:
 def gpt(width: int, layers: int, batch: int) -> Task:
     """A GPT with 256 positions and a vocabulary of 4,096, one validation row, clipped."""
     model = GPT(4096, width, layers, heads=width // 64, context=256)
-    return Task(model, lambda n: torch.randint(0, 4096, (n, 257)), next_token_loss, batch, 1, clip=1.0)
+    return Task(model, lambda n: torch.randint(0, 4096, (n, 257)), next_token_loss, next_token_losses, batch, 1, clip=1.0)
 
 
 def small_gpt2(trainer: bool) -> Task:
@@ -77,7 +81,11 @@ def small_gpt2(trainer: bool) -> Task:
     def loss(model: nn.Module, rows: Tensor) -> Tensor:
         return model(input_ids=rows, labels=rows).loss
 
-    return Task(model, lambda n: torch.randint(0, 256, (n, 64)), loss, 16, 16, clip=1.0, trainer=trainer)
+    def losses(model: nn.Module, rows: Tensor) -> Tensor:
+        logits = model(input_ids=rows).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
+
+    return Task(model, lambda n: torch.randint(0, 256, (n, 64)), loss, losses, 16, 16, clip=1.0, trainer=trainer)
 
 
 def image_loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
@@ -85,12 +93,17 @@ def image_loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(rows[0]), rows[1])
 
 
+def image_losses(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the cross entropy of every label."""
+    return F.cross_entropy(model(rows[0]), rows[1], reduction="none")
+
+
 def digits() -> Task:
     """A CNN for digits of 8 x 8, batch 32, 32 validation rows."""
     stage_1 = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     stage_2 = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     model = nn.Sequential(*stage_1, *stage_2, nn.Flatten(), nn.Linear(128, 10))
-    return Task(model, lambda n: (torch.rand(n, 1, 8, 8), torch.randint(0, 10, (n,))), image_loss, 32, 32)
+    return Task(model, lambda n: (torch.rand(n, 1, 8, 8), torch.randint(0, 10, (n,))), image_loss, image_losses, 32, 32)
 
 
 def resnet() -> Task:
@@ -98,7 +111,7 @@ def resnet() -> Task:
     import other_models
 
     model, draw, batch = other_models.resnet()
-    return Task(model, draw, image_loss, batch, 1, clip=1.0)
+    return Task(model, draw, image_loss, image_losses, batch, 1, clip=1.0)
 
 
 CASES: dict[str, Callable[[], Task]] = {
@@ -109,6 +122,9 @@ CASES: dict[str, Callable[[], Task]] = {
     "digits": digits,
     "resnet": resnet,
 }
+
+
+CASES_WITH_TRAINER = {"gpt08m-trainer"}
 
 
 # ---- Contestants
@@ -127,10 +143,9 @@ class Contestant:
 def contestants(engines: list[str], methods: list[str], sketch: int | None) -> list[Contestant]:
     """Return plain training, the floor, and every method of every engine."""
     scored = []
-    for engine in engines:
-        for method in methods:
-            options = {"sketch": sketch} if sketch is not None and method == "whole" else {}
-            scored.append(Contestant(f"{engine} {method}", engine, method, options))
+    for engine, method in pairs(engines, methods):
+        options = {"sketch": sketch} if sketch is not None and method == "whole" else {}
+        scored.append(Contestant(f"{engine} {method}", engine, method, options))
     return [Contestant("plain"), Contestant("floor"), *scored]
 
 
@@ -160,15 +175,21 @@ class Loop:
         task, n = self.task, self.task.batch
         rows = task.draw(n)
         ids = range(self.number * n, (self.number + 1) * n)
+        self.number += 1
+        if self.who.engine == "paper":
+            merged_step(self.accountant, lambda both: task.losses(task.model, both), rows, self.held, ids, self._update)
+            return
         with nullcontext() if self.accountant is None else self.accountant.step(ids):
             task.loss(task.model, rows).backward()
-            if task.clip is not None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, task.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._update()
         if self.who.name == "floor":
             torch.autograd.grad(self.validation(task.model), self.parameters)
-        self.number += 1
+
+    def _update(self) -> None:
+        if self.task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def close(self) -> None:
         """Detach."""
@@ -308,6 +329,9 @@ def make(case: str, who: Contestant, steps: int) -> Loop | TrainerLoop:
 
 # ---- Time
 
+#: Steps before the first that is timed, for plain training and the floor.
+PLAIN_WARM_UP = 8
+
 
 @dataclass
 class Timed:
@@ -335,11 +359,13 @@ class Timed:
 def time_case(case: str, who: list[Contestant], options: argparse.Namespace) -> list[Timed]:
     """Time the contestants of a case, plain training and the floor first."""
     rounds = math.ceil(options.steps / options.block)
+    if CASES_WITH_TRAINER & {case}:
+        who = [x for x in who if x.engine != "paper"]  # a Trainer's batch holds training rows only
     loops = [make(case, x, options.warm_up + rounds * options.block) for x in who]
     timed = [Timed(x.name, options.block) for x in who]
     for x, loop in zip(who, loops, strict=True):
-        tell(f"{case}: {options.warm_up} steps of warm-up, {x.name}")
-        loop.run(options.warm_up)
+        tell(f"{case}: warm-up, {x.name}")
+        loop.run(options.warm_up if x.engine is not None else min(options.warm_up, PLAIN_WARM_UP))
     pairs = list(zip(loops, timed, strict=True))
     for number in range(rounds):
         tell(f"{case}: round {number + 1} of {rounds}")

@@ -225,6 +225,12 @@ def next_token_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
 
 
+def next_token_losses(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the same for every row, ``[n]``."""
+    logits = model(rows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1).mean(1)
+
+
 # ---- Engines
 
 
@@ -257,9 +263,42 @@ def attach_lean(model: nn.Module, optimizer: torch.optim.Optimizer, validation: 
     return lean.Accountant(model, optimizer, validation=validation, method=method, **options)
 
 
-ENGINES: dict[str, Attach] = {"old": attach_old, "lean": attach_lean}
+def attach_paper(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str) -> Any:
+    """Attach the paper's own algorithms, whose steps run as :func:`merged_step` does."""
+    from inrun.paper import GhostScorer
+
+    return GhostScorer(model, optimizer, order={"first": 1, "second": 2}[method])
+
+
+def merged_step(scorer: Any, losses: Callable[[Any], Tensor], rows: Any, held: Any, ids: range, update: Callable[[], None]) -> None:
+    """Run one step of the paper: training and validation rows in one batch.
+
+    Args:
+        scorer: A ``GhostScorer``.
+        losses: Returns one loss per row of a batch.
+        rows: Training rows: a tensor, or a tuple of tensors (inputs and labels).
+        held: Validation rows, likewise.
+        ids: Ids of the training rows.
+        update: Clips, steps and clears the gradients.
+    """
+    both = torch.cat([rows, held]) if isinstance(rows, Tensor) else tuple(torch.cat(pair) for pair in zip(rows, held, strict=True))
+    n = len(ids)
+    with scorer.step(ids, validation_rows=len(held if isinstance(held, Tensor) else held[0])):
+        found = losses(both)
+        scorer.loss(found[:n].mean(), found[n:].mean()).backward()
+        update()
+
+
+ENGINES: dict[str, Attach] = {"old": attach_old, "lean": attach_lean, "paper": attach_paper}
+#: What the paper's algorithms can be asked for; engines do all.
+PAPER_METHODS = ("first", "second")
 #: Options that leave out audits, so that every counted step is an ordinary one.
-NO_AUDITS: dict[str, dict[str, Any]] = {"old": {"audit_every": 0}, "lean": {"audit_every": 1_000_000}}
+NO_AUDITS: dict[str, dict[str, Any]] = {"old": {"audit_every": 0}, "lean": {"audit_every": 1_000_000}, "paper": {}}
+
+
+def pairs(engines: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:
+    """Return engines with their methods; the paper has the orders of its theorems only."""
+    return [(e, m) for e in engines for m in methods if e != "paper" or m in PAPER_METHODS]
 
 
 # ---- Counting
@@ -329,6 +368,7 @@ def count_steps(
     setting: Setting = DEFAULT,
     attach: Callable[[nn.Module, torch.optim.Optimizer, Loss], Accountant] | None = None,
     validation_gradient: bool = False,
+    merged: bool = False,
 ) -> Counted:
     """Train and count the steps after the warm-up.
 
@@ -337,6 +377,7 @@ def count_steps(
         setting: The model and the steps.
         attach: Attaches an engine to a model, its optimizer and a validation loss; None for plain training.
         validation_gradient: Take the gradient of the validation loss after every step, as the floor does.
+        merged: Run steps as the paper does (:func:`merged_step`).
     """
     torch.manual_seed(0)
     s = setting
@@ -349,15 +390,21 @@ def count_steps(
     def validation(model: nn.Module) -> Tensor:
         return next_token_loss(model, held)
 
-    accountant = None if attach is None else attach(model, optimizer, validation)
+    accountant: Any = None if attach is None else attach(model, optimizer, validation)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     def train(number: int, rows: Tensor) -> None:
         ids = range(number * s.batch, (number + 1) * s.batch)
+        if merged:
+            merged_step(accountant, lambda both: next_token_losses(model, both), rows, held, ids, update)
+            return
         with nullcontext() if accountant is None else accountant.step(ids):
             next_token_loss(model, rows).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            update()
         if validation_gradient:
             torch.autograd.grad(validation(model), parameters)
 
@@ -388,7 +435,7 @@ def count_yardsticks(setting: Setting) -> list[Counted]:
 
 def count_engine(attach: Attach, method: str, setting: Setting = DEFAULT, name: str | None = None, **options: Any) -> Counted:
     """Count an engine: ``attach(model, optimizer, validation, method, **options)``."""
-    return count_steps(name or method, setting, lambda m, o, v: attach(m, o, v, method, **options))
+    return count_steps(name or method, setting, lambda m, o, v: attach(m, o, v, method, **options), merged=attach is attach_paper)
 
 
 # ---- The command
@@ -439,9 +486,8 @@ def main() -> None:
         importlib.import_module("pretend")
     setting = Setting(**{name: getattr(options, name) for name in vars(options) if hasattr(Setting, name)})
     found = count_yardsticks(setting)
-    for engine in options.engine or ["old"]:
-        for method in options.method or ["first", "whole"]:
-            found.append(count_engine(ENGINES[engine], method, setting, f"{engine} {method}", **NO_AUDITS[engine]))
+    for engine, method in pairs(options.engine or ["old"], options.method or ["first", "whole"]):
+        found.append(count_engine(ENGINES[engine], method, setting, f"{engine} {method}", **NO_AUDITS[engine]))
     if options.json:
         print(
             json.dumps({"setting": asdict(setting), "torch": torch.__version__, "results": [x.as_dict() for x in found]}, indent=1)

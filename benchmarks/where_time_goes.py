@@ -51,14 +51,14 @@ RATE = 400
 
 
 def train(name: str, way: str, seconds: float) -> None:
-    """Train until told to stop; print the mean step."""
+    """Train for some seconds; print the mean step."""
     import other_models
     import torch
 
     torch.set_num_threads(1)
     other_models.keep_freed_memory()
     step = other_models.make_step(name, way)
-    for number in range(17):
+    for number in range(other_models.WARM_UP):
         step(number)
     print("ready", flush=True)
     times = []
@@ -67,7 +67,7 @@ def train(name: str, way: str, seconds: float) -> None:
         start = time.process_time()
         step(100 + len(times))
         times.append(time.process_time() - start)
-    print(f"{1000 * sum(times) / len(times)} {1000 * min(times)}", flush=True)
+    print(1000 * sum(times) / len(times), flush=True)
 
 
 def phase_of(stack: list[str]) -> str:
@@ -93,8 +93,8 @@ def part_of(stack: list[str]) -> str:
     return "torch and the model"
 
 
-def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], float], float, float]:
-    """Return milliseconds by phase and part, the mean step and the best."""
+def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], float], float]:
+    """Return milliseconds by phase and part, and the mean step."""
     command = [sys.executable, __file__, "--model", name, "--child", way, "--seconds", str(seconds + 4)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (
@@ -110,7 +110,7 @@ def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], flo
         subprocess.run(  # noqa: S603 - py-spy of this environment
             [*spy, "-d", str(int(seconds)), "-o", str(raw), "-p", str(child.pid)], check=True, capture_output=True
         )
-        mean, best = map(float, child.stdout.readline().split())
+        mean = float(child.stdout.readline())
         lines = raw.read_text(encoding="utf-8").splitlines()
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     for line in lines:
@@ -120,7 +120,7 @@ def look(name: str, way: str, seconds: float) -> tuple[dict[tuple[str, str], flo
             continue  # a look that failed half-way
         counts[phase_of(stack), part_of(stack)] += int(count)
     total = counts.total()
-    return {key: mean * count / total for key, count in counts.items()}, mean, best
+    return {key: mean * count / total for key, count in counts.items()}, mean
 
 
 def main() -> None:
@@ -135,10 +135,9 @@ def main() -> None:
         os.sched_setaffinity(0, {0})
         train(options.model, options.child, options.seconds)
         return
-    plain, mean, best = look(options.model, "plain", options.seconds)
-    scored, scored_mean, scored_best = look(options.model, options.way, options.seconds)
-    print(f"{options.model}: plain {mean:.2f} ms (best {best:.2f}), {options.way} {scored_mean:.2f} (best {scored_best:.2f})")
-    print(f"ratio of means {scored_mean / mean:.3f}, of best steps {scored_best / best:.3f}\n")
+    plain, mean = look(options.model, "plain", options.seconds)
+    scored, scored_mean = look(options.model, options.way, options.seconds)
+    print(f"{options.model}: plain {mean:.2f} ms, {options.way} {scored_mean:.2f}, {scored_mean / mean:.3f} times plain\n")
     print("| phase | plain | scored | of which |\n|---|---|---|---|")
     for phase in ("enter", "forward", "backward", "clip", "settle", "optimizer", "exit", "loop"):
         before = sum(ms for (p, _), ms in plain.items() if p == phase)

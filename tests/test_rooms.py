@@ -19,6 +19,9 @@ ALLOWED = {
     # The accountant offers the fidelity study as a method, and imports it when asked.
     "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"}
     | NOTEBOOKS,
+    # Of the old engine only the check of ids, until that moves.
+    "lean": {"lean", "engine", "ledger", "analysis", "errors", "torch_private"},
+    "paper": {"paper", "ledger", "errors", "torch_private"},
     "truth": {"truth", "errors", "statistics", "torch_private", "notebook"},
     "fidelity": {"fidelity", "engine", "methods", "truth", "errors", "notebook"},
     # A reader offers its figures as an attribute, and imports them when asked.

@@ -411,7 +411,8 @@ def test_nobody_else_uses_private_names_of_torch() -> None:
                 owner = node.value
                 while isinstance(owner, ast.Attribute):
                     owner = owner.value
-                if isinstance(owner, ast.Name) and owner.id == "torch" and node.attr not in ours:
+                documented = node.attr in ours or node.attr.startswith("_foreach_")  # torch's manual lists foreach operations
+                if isinstance(owner, ast.Name) and owner.id == "torch" and not documented:
                     found.append(f"{path.name}: {ast.unparse(node)}")
                 if node.attr in ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_parameters", "_buffers"):
                     found.append(f"{path.name}: {ast.unparse(node)}")

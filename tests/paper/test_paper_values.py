@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
+import inrun.lean
 from inrun.paper import GhostScorer, ScoredStep
 from reference import relative_error
 
@@ -61,8 +62,10 @@ def test_every_form_agrees_with_one_sample_at_a_time(name: str, order: int) -> N
         model = case.model()
         result, gradients = score(case, model, sgd(model), rows, held, order=order, form=form)
         assert relative_error(result.contributions, expected) < 1e-9, form
-        for g, total in zip(gradients, exact.total, strict=True):
-            assert torch.zeros_like(total).allclose(total) if g is None else relative_error(g, total) < 1e-12
+        largest = max(float(total.abs().max()) for total in exact.total)
+        for g, total in zip(gradients, exact.total, strict=True):  # that of attention's key bias is rounding
+            got = torch.zeros_like(total) if g is None else g
+            assert float((got - total).abs().max()) < 1e-12 * largest
         chosen = set(result.forms.values())
         assert "gram" not in chosen if form in ("formed", "direct") else "gram" in chosen or form == "auto"
         # The controls: a sign, a swapped row, the other order.
@@ -175,15 +178,26 @@ def test_the_direct_form_takes_every_layer_and_samples_apart() -> None:
     assert relative_error(scorer.last.contributions, expected) < 1e-9
 
 
-# Against the engine. Respell this function when the engine is replaced; the test stays.
+# Against the engines, both with the SGD proxy
 
 
-def engine_contributions(case: Case, order: int, rows: Tensor, held: Tensor, clip: float) -> Tensor:
-    """Return what the engine says of one step with the SGD proxy, ``[n]``."""
+def attach_old(order: int, *given: Any) -> Any:
+    return inrun.Accountant(*given, method=METHODS[order], update="sgd")
+
+
+def attach_lean(order: int, *given: Any) -> Any:
+    return inrun.lean.Accountant(*given, method=METHODS[order])
+
+
+METHODS = {1: "first", 2: "second"}
+ENGINES = {"old": attach_old, "lean": attach_lean}
+
+
+def engine_contributions(engine: str, case: Case, order: int, rows: Tensor, held: Tensor, clip: float) -> Tensor:
+    """Return what an engine says of one step, ``[n]``."""
     model = case.model()
     optimizer = sgd(model)
-    options = {"method": "first" if order == 1 else "second", "update": "sgd"}
-    with inrun.Accountant(model, optimizer, lambda m: case.row_losses(m, held).mean(), **options) as accountant:
+    with ENGINES[engine](order, model, optimizer, lambda m: case.row_losses(m, held).mean()) as accountant:
         with accountant.step(range(len(rows))):
             case.row_losses(model, rows).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -193,11 +207,15 @@ def engine_contributions(case: Case, order: int, rows: Tensor, held: Tensor, cli
 
 
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("name", ["perceptron", "norms", "images", "tiny GPT"])
-def test_agrees_with_the_engine(name: str, order: int) -> None:
+@pytest.mark.parametrize("name", ["perceptron", "norms", "images", "tables", "tiny GPT"])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_agrees_with_the_engine(engine: str, name: str, order: int, request: pytest.FixtureRequest) -> None:
+    if (engine, order) == ("lean", 2) and name in ("tables", "tiny GPT"):
+        reason = "the lean engine's second leaves out tables of positions: Tap._read keeps gradients of leaves only"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     case = CASES[name]
     rows, held = case.draw(N, 1), case.draw(M, 2)
-    expected = engine_contributions(case, order, rows, held, 0.1)
+    expected = engine_contributions(engine, case, order, rows, held, 0.1)
     for form in FORMS:
         model = case.model()
         result, _ = score(case, model, sgd(model), rows, held, clip=0.1, order=order, form=form)

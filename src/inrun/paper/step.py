@@ -59,7 +59,7 @@ class OpenStep:
         checked: set[Any],
     ) -> None:
         """Begin; nothing has run yet."""
-        self._optimizer, self._parameters, self._capture = optimizer, parameters, capture
+        self._optimizer, self._trainable, self._capture = optimizer, parameters, capture
         self.ids, self._form, self._order, self._checked = ids, form, order, checked
         self.loss: MergedLoss | None = None
         self._rates: Rates = {}
@@ -112,7 +112,7 @@ class OpenStep:
 
     def _multiply(self, loss: MergedLoss) -> tuple[Products, Gradients]:
         if self._capture is None:
-            every = list(self._parameters.values())
+            every = list(self._trainable.values())
             return direct_products(loss.training, loss.validation, self._rates, self._order, every)
         calls = list(self._capture.calls)  # checkpoints run layers again during the backward
         if not calls:
@@ -121,7 +121,7 @@ class OpenStep:
         if shapes not in self._checked and loss.total.isfinite():
             loss.check_rows(calls)
             self._checked.add(shapes)
-        return ghost_products(calls, loss, self._rates, self._form, self._order, self._parameters)
+        return ghost_products(calls, loss, self._rates, self._form, self._order, self._trainable)
 
     def _learning_rates(self) -> Rates:
         """Return η by parameter; negative where the optimizer maximises."""
@@ -156,7 +156,7 @@ class OpenStep:
         wrong = (used - c * made).abs() > CLIP_TOLERANCE * c * (made + 1e-3 * total)
         if wrong.any():
             changed = list(self._norms)[int(wrong.nonzero()[0])]
-            name = next(name for name, p in self._parameters.items() if p is changed)
+            name = next(name for name, p in self._trainable.items() if p is changed)
             raise OptimizerError(
                 f"the gradient of '{name}' was changed by another factor than those of the other "
                 f"parameters ({float(c):.3g} overall). Between backward and optimizer.step(), one "

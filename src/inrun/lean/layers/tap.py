@@ -207,19 +207,19 @@ class Spread(torch.autograd.Function):
     """A tensor expanded to the shape of data: the gradient of every entry arrives before it is added up."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, shape: torch.Size, tap: Tap, *probes: Tensor) -> Tensor:
-        """Expand."""
-        ctx.tap, ctx.shape, ctx.probes = tap, source.shape, len(probes)
-        return source.expand(shape)
+    def forward(ctx: Any, source: Tensor, shape: torch.Size, dtype: torch.dtype, tap: Tap, *probes: Tensor) -> Tensor:
+        """Expand, in the precision that the function works in."""
+        ctx.tap, ctx.shape, ctx.dtype, ctx.probes = tap, source.shape, source.dtype, len(probes)
+        return source.to(dtype).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, b: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         """Add up as broadcasting does."""
         tap: Tap = ctx.tap
         if tap.tape.probing:
-            return (None, None, None, *[None] * ctx.probes)
+            return (None, None, None, None, *[None] * ctx.probes)
         with torch._C.DisableTorchFunction():
-            total = b.sum_to_size(ctx.shape)
+            total = b.sum_to_size(ctx.shape).to(ctx.dtype)
             with torch.autocast(b.device.type, enabled=False):
                 probes, _ = tap.read(tap.rule(tap, b, ()))
-        return (total, None, None, *probes)
+        return (total, None, None, None, *probes)

@@ -179,7 +179,11 @@ class Tape(TorchFunctionMode):
 
         In double precision it does not: next to parts in single precision, rounding of 1e-16 would become one of 1e-9.
         """
-        return not self.bitwise and (weight.dtype != torch.float64 or self.own_in_double)
+        if self.bitwise:
+            return False
+        source = self.sources.get(id(weight))
+        tensors = [weight] if source is None else [weight, *(leaf.parameter for leaf in source.leaves)]
+        return self.own_in_double or all(t.dtype != torch.float64 for t in tensors)
 
     def source(self, t: Any) -> Source | None:
         """Return the source that a tensor is, if any."""
@@ -254,10 +258,13 @@ class Tape(TorchFunctionMode):
         tap.edge = get_gradient_edge(result)
         return result
 
-    def spread(self, func: Any, source: Source, shape: torch.Size, given: Iterable[Tensor]) -> Tensor:
-        """Tap a source on its way into a function that broadcasts it to ``shape``."""
+    def spread(
+        self, func: Any, source: Source, shape: torch.Size, given: Iterable[Tensor], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Tap a source on its way into a function that broadcasts it to ``shape`` and works in ``dtype``."""
         tap = self.tap(func, _rule_of_spread, [source], given, torch.Size(shape), source.tensor.shape)
-        result: Tensor = Spread.apply(source.tensor, torch.Size(shape), tap, *tap.probes())
+        dtype = dtype or source.tensor.dtype
+        result: Tensor = Spread.apply(source.tensor, torch.Size(shape), dtype, tap, *tap.probes())
         tap.edge = get_gradient_edge(result)
         return result
 
@@ -269,10 +276,13 @@ class Tape(TorchFunctionMode):
         wide = [t for t in given if t.dim() > 0]
         if any(t.dim() == 0 and t.dtype != wide[0].dtype for t in given if self.source(t)):
             return self.generic(func, args, kwargs)  # a number of its own precision would become a tensor of it
+        dtype = wide[0].dtype if wide else given[0].dtype
+        for t in wide:
+            dtype = torch.promote_types(dtype, t.dtype)
 
         def swapped(t: Any) -> Any:
             s = self.source(t) if isinstance(t, Tensor) else None
-            return t if s is None or not s.scored else self.spread(func, s, shape, given)
+            return t if s is None or not s.scored else self.spread(func, s, shape, given, dtype)
 
         return func(*[swapped(a) for a in args], **{k: swapped(v) for k, v in kwargs.items()})
 
