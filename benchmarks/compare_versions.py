@@ -2,7 +2,8 @@
 
     python benchmarks/compare_versions.py ../old/src src --rounds 60 --only midpoint
 
-Prints, per method, the mean step of each tree in wall and CPU time (behind a warm-up), their ratio, and peak memory; ``plain`` shows the noise.
+Prints, per method, the mean step of each tree in wall and CPU time (after a warm-up), their ratio, and peak memory;
+``plain`` shows the noise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What scores cost: the mean steady-state step of plain, floor and scored training, interleaved in one process.
 
     python benchmarks/cost.py --case gpt256 --threads 1
-    python benchmarks/cost.py --case digits --case gpt08m --engine old --engine lean --json
+    python benchmarks/cost.py --case digits --case gpt08m --engine old --engine new --json
     python benchmarks/cost.py --case gpt256 --memory
 
 "Floor" is plain training that also takes the gradient of the validation loss at every step: the least that anything of this kind
@@ -445,8 +445,8 @@ def be_measured(case: str, who: Contestant, engines: list[str], options: argpars
 
     # Everybody imports all engines, so that the difference is what training takes.
     _ = inrun.Accountant, inrun.MemoryLedger
-    if "lean" in engines:
-        import inrun.lean
+    if "new" in engines:
+        import inrun.engine
     imported = resident("VmRSS") - before
     steps = options.warm_up + options.block
     loop = make(case, who, steps)

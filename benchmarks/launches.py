@@ -1,7 +1,7 @@
 """Count what a scored training step asks of a device: operations, blocking host reads, host-to-device copies.
 
     python benchmarks/launches.py                                  the present engine, counted on the CPU by a dispatch mode
-    python benchmarks/launches.py --engine lean --json
+    python benchmarks/launches.py --engine new --json
     python benchmarks/launches.py --device pretend --pretend /tmp/pretend_device
 
 The model is a GPT of 4 layers and width 64 with 8 training and 2 validation rows, trained by AdamW (foreach) with norm clipping.
@@ -257,10 +257,10 @@ def attach_old(model: nn.Module, optimizer: torch.optim.Optimizer, validation: L
     return inrun.Accountant(model, optimizer, validation, **chosen, **options)
 
 
-def attach_lean(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str, **options: Any) -> Accountant:
-    """Attach the lean engine."""
-    lean = importlib.import_module("inrun.lean")
-    return lean.Accountant(model, optimizer, validation=validation, method=method, **options)
+def attach_new(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str, **options: Any) -> Accountant:
+    """Attach the new engine."""
+    engine = importlib.import_module("inrun.engine")
+    return engine.Accountant(model, optimizer, validation=validation, method=method, **options)
 
 
 def attach_paper(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str) -> Any:
@@ -289,11 +289,11 @@ def merged_step(scorer: Any, losses: Callable[[Any], Tensor], rows: Any, held: A
         update()
 
 
-ENGINES: dict[str, Attach] = {"old": attach_old, "lean": attach_lean, "paper": attach_paper}
+ENGINES: dict[str, Attach] = {"old": attach_old, "new": attach_new, "paper": attach_paper}
 #: What the paper's algorithms can be asked for; engines do all.
 PAPER_METHODS = ("first", "second")
 #: Options that leave out audits, so that every counted step is an ordinary one.
-NO_AUDITS: dict[str, dict[str, Any]] = {"old": {"audit_every": 0}, "lean": {"audit_every": 1_000_000}, "paper": {}}
+NO_AUDITS: dict[str, dict[str, Any]] = {"old": {"audit_every": 0}, "new": {"audit_every": 1_000_000}, "paper": {}}
 
 
 def pairs(engines: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:

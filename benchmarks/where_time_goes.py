@@ -32,20 +32,36 @@ PHASES = {
 }
 #: What runs, by function or file of inrun.
 PARTS = {
-    "validation pass": ("_gradient (inrun/engine/validation", "Validation"),
-    "around the validation pass": ("inrun/engine/quiet", "inrun/engine/look", "inrun/engine/validation"),
-    "directions": ("inrun/optimizers/", "inrun/engine/directions"),
-    "products of weights, contractions": ("inrun/layers/running", "inrun/layers/shapes", "dot_each", "row_dots", "scratch_like"),
+    "validation pass": ("_gradient (inrun/old/engine/validation", "Validation"),
+    "around the validation pass": ("inrun/old/engine/quiet", "inrun/old/engine/look", "inrun/old/engine/validation"),
+    "directions": ("inrun/old/optimizers/", "inrun/old/engine/directions"),
+    "products of weights, contractions": (
+        "inrun/old/layers/running",
+        "inrun/old/layers/shapes",
+        "dot_each",
+        "row_dots",
+        "scratch_like",
+    ),
     "gradient of the input": ("input_gradient",),
     "the layer itself": ("Owner.run",),
-    "norms and biases": ("inrun/layers/norm", "sum_positions"),
-    "recurrent loops": ("inrun/layers/cells", "inrun/layers/recurrent", "inrun/layers/lstm"),
-    "experts": ("inrun/layers/experts", "inrun/layers/routed"),
-    "seam: autograd functions": ("inrun/layers/seam", "inrun/layers/layout", "inrun/layers/linear"),
-    "parameters that are read": ("inrun/layers/reads", "inrun/layers/read_gradients", "inrun/engine/reads", "inrun/layers/trees"),
-    "asking and routing": ("inrun/engine/microbatch", "inrun/engine/capture", "inrun/engine/attach", "inrun/engine/sites"),
-    "gradients watched, clip factor": ("inrun/engine/checks", "inrun/engine/factors", "inrun/torch_private"),
-    "settling and records": ("inrun/engine", "inrun/ledger"),
+    "norms and biases": ("inrun/old/layers/norm", "sum_positions"),
+    "recurrent loops": ("inrun/old/layers/cells", "inrun/old/layers/recurrent", "inrun/old/layers/lstm"),
+    "experts": ("inrun/old/layers/experts", "inrun/old/layers/routed"),
+    "seam: autograd functions": ("inrun/old/layers/seam", "inrun/old/layers/layout", "inrun/old/layers/linear"),
+    "parameters that are read": (
+        "inrun/old/layers/reads",
+        "inrun/old/layers/read_gradients",
+        "inrun/old/engine/reads",
+        "inrun/old/layers/trees",
+    ),
+    "asking and routing": (
+        "inrun/old/engine/microbatch",
+        "inrun/old/engine/capture",
+        "inrun/old/engine/attach",
+        "inrun/old/engine/sites",
+    ),
+    "gradients watched, clip factor": ("inrun/old/engine/checks", "inrun/old/engine/factors", "inrun/torch_private"),
+    "settling and records": ("inrun/old/engine", "inrun/ledger"),
 }
 RATE = 400
 
@@ -81,7 +97,7 @@ def phase_of(stack: list[str]) -> str:
 def part_of(stack: list[str]) -> str:
     """Return what runs: the innermost frame of inrun that is known, or torch and the model themselves."""
     ours = [i for i, frame in enumerate(stack) if "inrun/" in frame and "inrun/training" not in frame]
-    if any("inrun/engine/validation" in stack[i] for i in ours):
+    if any("inrun/old/engine/validation" in stack[i] for i in ours):
         return "validation pass"
     for i in reversed(ours):
         part = next((part for part, marks in PARTS.items() if any(mark in stack[i] for mark in marks)), None)

@@ -14,28 +14,26 @@ SOURCE = Path(__file__).parent.parent / "src" / "inrun"
 NOTEBOOKS = {"notebook", "figures"}
 ALLOWED = {
     "layers": {"layers", "errors", "torch_private"},
-    "optimizers": {"optimizers", "errors", "statistics"},
-    "methods": {"methods", "errors", "statistics"},
-    # The accountant offers the fidelity study as a method, and imports it when asked.
-    "engine": {"engine", "layers", "optimizers", "methods", "ledger", "analysis", "errors", "fidelity", "torch_private"}
-    | NOTEBOOKS,
-    # Of the old engine only the check of ids, until that moves.
-    "lean": {"lean", "engine", "ledger", "analysis", "errors", "torch_private"},
+    "optimizers": {"optimizers", "errors"},
+    # The accountant offers figures and the fidelity study as attributes, and imports them when asked.
+    "engine": {"engine", "layers", "optimizers", "ledger", "analysis", "errors", "fidelity", "torch_private"} | NOTEBOOKS,
+    "old": {"old", "engine", "ledger", "analysis", "errors", "statistics", "fidelity", "torch_private"} | NOTEBOOKS,
     "paper": {"paper", "ledger", "errors", "torch_private"},
     "truth": {"truth", "errors", "statistics", "torch_private", "notebook"},
-    "fidelity": {"fidelity", "engine", "methods", "truth", "errors", "notebook"},
+    "fidelity": {"old", "fidelity", "engine", "truth", "errors", "notebook"},
     # A reader offers its figures as an attribute, and imports them when asked.
     "ledger": {"ledger", "errors", "files"} | NOTEBOOKS,
-    "analysis": {"analysis", "ledger", "methods", "errors", "statistics", "files", "notebook"},
+    "analysis": {"old", "analysis", "ledger", "errors", "statistics", "files", "notebook"},
     "notebook": {"notebook"},
     "figures": {"figures", "analysis", "ledger", "notebook", "errors", "statistics"},
-    "report": {"report", "analysis", "ledger", "methods", "errors", "statistics", "files"},
+    "report": {"old", "report", "analysis", "ledger", "errors", "statistics", "files"},
     "explorer": {"explorer", "report", "analysis", "ledger", "errors", "files"},
     "corpus": {"corpus", "ledger", "files", "errors"},
-    "training": {"training", "corpus", "engine", "methods", "ledger", "analysis", "files", "statistics", "errors"},
-    "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
+    "training": {"old", "training", "corpus", "engine", "ledger", "analysis", "files", "statistics", "errors"},
+    "replay": {"old", "replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {
+        "old",
         "experiments",
         "fidelity",
         "truth",
@@ -51,9 +49,9 @@ ALLOWED = {
         "files",
         "errors",
     },
-    "integrations": {"integrations", "engine", "ledger", "files", "errors"},
+    "integrations": {"old", "integrations", "engine", "ledger", "files", "errors"},
     "baselines": {"baselines", "errors", "statistics", "ledger", "files"},
-    "bench": {"bench", "engine", "layers", "methods", "training", "errors", "torch_private"},
+    "bench": {"old", "bench", "engine", "layers", "training", "errors", "torch_private"},
 }
 NO_TORCH = {"ledger", "analysis", "report", "notebook", "figures", "explorer"}
 #: Files that every room may import, and that import none.

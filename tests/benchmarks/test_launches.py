@@ -1,4 +1,4 @@
-"""Operations and host reads per step: the counting convention, the two yardsticks, and the lean engine's budgets."""
+"""Operations and host reads per step: the counting convention, the two yardsticks, and the new engine's budgets."""
 
 from __future__ import annotations
 
@@ -124,29 +124,29 @@ def test_yardsticks() -> None:
     assert plain.most("reads") == floor.most("reads") == 0
 
 
-def _lean_is_missing() -> bool:
+def _engine_is_missing() -> bool:
     try:
-        return not hasattr(importlib.import_module("inrun.lean"), "Accountant")
+        return not hasattr(importlib.import_module("inrun.engine"), "Accountant")
     except ImportError:
         return True
 
 
-needs_lean = pytest.mark.skipif(_lean_is_missing(), reason="inrun.lean.Accountant cannot be imported")
+needs_engine = pytest.mark.skipif(_engine_is_missing(), reason="inrun.engine.Accountant cannot be imported")
 
 
-@needs_lean
+@needs_engine
 @pytest.mark.parametrize("method", list(BUDGETS))
 def test_lean_engine_keeps_its_budget(method: str) -> None:
     setting = launches.Setting(warm_up=60, steps=22)
     _, floor = launches.count_yardsticks(SHORT)
-    found = launches.count_engine(launches.attach_lean, method, setting, **launches.NO_AUDITS["lean"])
+    found = launches.count_engine(launches.attach_new, method, setting, **launches.NO_AUDITS["new"])
     each = [x.operations for x in found.each]
     assert found.mean("operations") <= BUDGETS[method] * floor.mean("operations"), each
     assert found.most("reads") == 0, found.as_dict()
 
 
 @pytest.mark.skipif("INRUN_PRETEND" not in os.environ, reason="INRUN_PRETEND is not set: the folder of the pretend device")
-@pytest.mark.parametrize("engine", ["none", pytest.param("lean", marks=needs_lean)], ids=["yardsticks", "lean engine"])
+@pytest.mark.parametrize("engine", ["none", pytest.param("new", marks=needs_engine)], ids=["yardsticks", "new engine"])
 def test_pretend_device_counts_the_same(engine: str) -> None:
     """No CPU tensor is mixed with the device's, and nothing waits for a copy."""
     command = [sys.executable, str(FILE), "--json", "--device", "pretend", "--pretend", os.environ["INRUN_PRETEND"]]
@@ -157,7 +157,7 @@ def test_pretend_device_counts_the_same(engine: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     plain, floor, *engines = json.loads(found.stdout)["results"]
     assert (plain["operations"]["mean"], floor["operations"]["mean"]) == (784, 1032)
-    if engine == "lean":
+    if engine == "new":
         for x in engines:
             assert x["operations"]["mean"] <= BUDGETS[x["name"].split()[1]] * 1032
             assert x["reads"]["most"] == 0

@@ -49,7 +49,7 @@ def unspread(run: Run, record: Record) -> Record:
     """
     if not is_old_engine():
         return {}
-    from inrun.engine.credit.keeper import WholeCredit
+    from inrun.old.engine.credit.keeper import WholeCredit
 
     def no_rest(_: Any, data: Tensor, parts: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(data), parts.new_zeros(len(sizes), len(data))

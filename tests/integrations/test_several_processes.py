@@ -24,6 +24,7 @@ pytest.importorskip("datasets")
 pytest.importorskip("lightning.pytorch")
 
 from engine.distributed.job import launch
+
 from inrun.integrations.saved import is_whole
 from inrun.ledger import MemoryLedger
 from integrations import test_lightning, trainer_jobs

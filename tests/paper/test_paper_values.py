@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-import inrun.lean
+import inrun.engine
 from inrun.paper import GhostScorer, ScoredStep
 from reference import relative_error
 
@@ -185,12 +185,12 @@ def attach_old(order: int, *given: Any) -> Any:
     return inrun.Accountant(*given, method=METHODS[order], update="sgd")
 
 
-def attach_lean(order: int, *given: Any) -> Any:
-    return inrun.lean.Accountant(*given, method=METHODS[order])
+def attach_new(order: int, *given: Any) -> Any:
+    return inrun.engine.Accountant(*given, method=METHODS[order])
 
 
 METHODS = {1: "first", 2: "second"}
-ENGINES = {"old": attach_old, "lean": attach_lean}
+ENGINES = {"old": attach_old, "new": attach_new}
 
 
 def engine_contributions(engine: str, case: Case, order: int, rows: Tensor, held: Tensor, clip: float) -> Tensor:
@@ -210,8 +210,8 @@ def engine_contributions(engine: str, case: Case, order: int, rows: Tensor, held
 @pytest.mark.parametrize("name", ["perceptron", "norms", "images", "tables", "tiny GPT"])
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_agrees_with_the_engine(engine: str, name: str, order: int, request: pytest.FixtureRequest) -> None:
-    if (engine, order) == ("lean", 2) and name in ("tables", "tiny GPT"):
-        reason = "the lean engine's second leaves out tables of positions: Tap._read keeps gradients of leaves only"
+    if (engine, order) == ("new", 2) and name in ("tables", "tiny GPT"):
+        reason = "the new engine's second leaves out tables of positions: Tap._read keeps gradients of leaves only"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     case = CASES[name]
     rows, held = case.draw(N, 1), case.draw(M, 2)

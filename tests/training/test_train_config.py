@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inrun.errors import ConfigurationError
-from inrun.methods import CREDITS, METHODS, UPDATES
+from inrun.old.methods import CREDITS, METHODS, UPDATES
 from inrun.training.config import TrainConfig, load_config, make_config
 
 GIVEN = {"data": {"paths": ["corpus.jsonl"]}, "validation": {"math": {"where": {"domain": "math"}}}}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from inrun.bench.measure import keep_freed_memory
 from inrun.bench.shape import DTYPES, Shape
-from inrun.layers import Outer, find_rule
-from inrun.layers.forms import Contraction
-from inrun.layers.merged import gram
+from inrun.old.layers import Outer, find_rule
+from inrun.old.layers.forms import Contraction
+from inrun.old.layers.merged import gram
 
 PASSES = ("separate", "merged")
 

@@ -12,12 +12,12 @@ import click
 
 from inrun.cli.options import JSON, RUN, Registered
 from inrun.errors import ConfigurationError
-from inrun.methods import METHODS, UPDATES
+from inrun.old.methods import METHODS, UPDATES
 from inrun.replay import MODES
 
 
 def _credits() -> Mapping[str, Any]:
-    from inrun.methods import CREDITS
+    from inrun.old.methods import CREDITS
 
     return CREDITS
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inrun.bench.contestants import held_bytes
-from inrun.engine import Accountant
 from inrun.experiments.ghost_hessian import (
     ACTIVATIONS,
     Passes,
@@ -27,6 +26,7 @@ from inrun.experiments.ghost_hessian import (
     run_passes,
     weight_gradients,
 )
+from inrun.old.engine import Accountant
 
 Batch = tuple[Tensor, Tensor]
 #: What scores are by definition in the game of plain SGD.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.engine import Accountant
 from inrun.fidelity.rewind import rewound
 from inrun.fidelity.utility import UtilityReport, utility_agreement
-from inrun.methods import METHODS, UPDATES
+from inrun.old.engine import Accountant
+from inrun.old.methods import METHODS, UPDATES
 from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
 
 Progress = Callable[[int, int], None] | bool | None

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from inrun.engine import Accountant
 from inrun.integrations.data import ID_FIELD
 from inrun.integrations.saved import load_states, save_state
 from inrun.integrations.scoring import Scoring, world_group
 from inrun.integrations.strategies import check_accelerator, check_placement, check_prepared
+from inrun.old.engine import Accountant
 
 
 def attach(

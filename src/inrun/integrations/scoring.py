@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from inrun.engine import Accountant
-from inrun.engine.group import find_processes
-from inrun.engine.processes import Processes
-from inrun.engine.step import Step
 from inrun.errors import ConfigurationError, StepError
 from inrun.integrations.data import add_scores
 from inrun.ledger import Ledger, MemoryLedger
+from inrun.old.engine import Accountant
+from inrun.old.engine.group import find_processes
+from inrun.old.engine.processes import Processes
+from inrun.old.engine.step import Step
 
 log = logging.getLogger("inrun")
 

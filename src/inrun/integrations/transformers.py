@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from inrun.engine import Accountant
-from inrun.engine.fold import Folds
+from inrun.engine.folds import Folds
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, KeepIds, ids_of, is_stream, with_id_column
 from inrun.integrations.saved import load_states, save_state
 from inrun.integrations.scoring import Scoring, Undo
 from inrun.integrations.strategies import check_accelerator, check_placement
+from inrun.old.engine import Accountant
 
 #: Said where ids do not arrive.
 KEEPS = (

@@ -1,116 +1,84 @@
-"""Which rows of a tensor belong to which sample, and sums over them that stay in the cache.
-
-Rules see every tensor in one normal form, ``[n, t, features]``: n samples, t positions. How the leading
-dimensions of a module's tensors map to samples is its *layout*:
-
-``rows``  the leading dimension is the sample, ``[n, ...]``
-``flat``  samples are laid end to end in the leading dimension, ``[n·t, ...]``
-``free``  the tensor has no sample dimension (position embeddings), or stands for a batch of one: every sample shares it
-``bare``  the same, where a leading dimension of 1 is not a batch of one (position embeddings of a single position)
-``apart`` the same, where the output is worked on before it meets the samples (T5's table of relative positions)
-
-Two more are *turned* into the normal form, by layers that treat all positions alike:
-
-``second``  the sample is the second dimension, ``[t, n, ...]`` (sequence-first)
-``cycled``  such a tensor with both laid end to end, ``[t·n, ...]``: the rows of a sample are n apart
-"""
+"""Where the samples lie in a tensor, and the normal form ``[n, t, features]`` that rules work in."""
 
 from __future__ import annotations
 
-import math
-import threading
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-Layout = Literal["rows", "flat", "free", "bare", "apart", "second", "cycled"]
-Pattern = tuple[Any, ...]
-#: Every sample shares the tensor.
-SHARED: tuple[Layout, ...] = ("free", "bare", "apart")
-TURNED = ("second", "cycled")
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the samples lie.
 
-def pattern_of(shape: torch.Size, n: int) -> Pattern:
-    """Reduce a shape to what matters for ownership: which dimensions equal n or 1, and whether n divides the first."""
-    kinds = tuple("n" if size == n else "1" if size == 1 else "*" for size in shape)
-    return (kinds, len(shape) > 0 and shape[0] % n == 0)
+    ==========  ==========================================================================
+    kind        the leading dimensions
+    ==========  ==========================================================================
+    ``first``   n, or n·r with the rows of a sample next to each other
+    ``second``  t and n
+    ``inside``  t·n, samples inside
+    ``index``   any: ``index`` ``[n, m]`` says which rows are a sample's, −1 for none
+    ``all``     one sample, to which everything belongs
+    ==========  ==========================================================================
 
-
-def turned(x: Tensor, n: int, layout: str) -> Tensor:
-    """Return ``x`` with the sample first."""
-    return (x if layout == "second" else x.unflatten(0, (-1, n))).transpose(0, 1)
-
-
-def by_sample(x: Tensor, n: int, feature_dims: int) -> Tensor:
-    """View ``x`` as ``[n, t, *features]``; the last ``feature_dims`` dimensions are features.
-
-    Works for the layouts ``rows`` and ``flat`` alike, since both keep a sample's entries together.
+    ``lead`` is the number of leading dimensions that ``index`` counts through.
     """
-    features = x.shape[x.dim() - feature_dims :]
-    return x.reshape(n, -1, *features)
+
+    kind: str
+    n: int
+    index: Tensor | None = None
+    lead: int = 1
+
+    def split(self, x: Tensor, features: int) -> Tensor:
+        """Return ``x`` in normal form, ``[n, t, *features]``, with 0 where ``index`` has no row.
+
+        Args:
+            x: A tensor whose last ``features`` dimensions are features.
+            features: How many there are.
+        """
+        tail = x.shape[x.dim() - features :]
+        if self.kind in ("first", "all"):
+            return x.reshape(self.n, -1, *tail)
+        if self.kind in ("second", "inside"):
+            rows = x if self.kind == "second" else x.unflatten(0, (-1, self.n))
+            return rows.transpose(0, 1).reshape(self.n, -1, *tail)
+        assert self.index is not None
+        rows = x.reshape(-1, *x.shape[self.lead :])
+        index = self.index.to(x.device)
+        found = rows.index_select(0, index.clamp_min(0).reshape(-1))
+        blank = (index < 0).reshape(-1, *([1] * (found.dim() - 1)))
+        found = found.masked_fill(blank, 0.0) if found.is_floating_point() else found
+        return found.reshape(self.n, -1, *tail)
+
+    def owners(self, shape: torch.Size) -> Tensor:
+        """Return the sample of every entry of a tensor of ``shape``, −1 for none; broadcasts to it."""
+        if self.kind == "all":
+            return torch.zeros([1] * len(shape), dtype=torch.long)
+        if self.kind == "first":
+            who = torch.arange(shape[0]) // (shape[0] // self.n)
+            return who.view(-1, *[1] * (len(shape) - 1))
+        if self.kind == "second":
+            return torch.arange(self.n).view(1, -1, *[1] * (len(shape) - 2))
+        if self.kind == "inside":
+            return (torch.arange(shape[0]) % self.n).view(-1, *[1] * (len(shape) - 1))
+        assert self.index is not None
+        lead = shape[: self.lead]
+        who = torch.full((lead.numel(),), -1)
+        samples = torch.arange(self.n).unsqueeze(1).expand_as(self.index)
+        inside = self.index >= 0
+        who[self.index[inside]] = samples[inside]
+        return who.view(*lead, *[1] * (len(shape) - self.lead))
 
 
-def sum_positions(b: Tensor) -> Tensor:
-    """Sum ``[n, t, o]`` over t; where rows are wide or apart, as a product with ones, which is faster than the reduction.
-
-    The ones are real ones: with copies of one number the batched product takes a path that is ten times as slow.
-    """
-    if b.shape[2] <= 256 and b.is_contiguous():
-        return b.sum(1)
-    return torch.bmm(b.new_ones(b.shape[0], 1, b.shape[1]), b)[:, 0]
-
-
-def row_dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return one inner product per row of two ``[n, m]`` tensors, without a temporary where the device allows.
-
-    Of few numbers with one: calls would take longer than the products do.
-    """
-    if x.device.type == "cpu" and x.shape[0] <= 256 and x.nbytes > FEW_BYTES:
-        return torch.stack([torch.dot(p, q) for p, q in zip(x.unbind(0), y.unbind(0), strict=True)])
-    return (x * y).sum(1)
-
-
-_scratch = threading.local()
-
-#: Bytes that a temporary may take; what needs more is done in pieces.
-SCRATCH_BYTES = 4 << 20
-#: Bytes of which one pass takes less time than a few calls.
-FEW_BYTES = 512 << 10
-#: Directions of which one matrix product takes less time than a product with each.
-MANY = 8
-#: Bytes that are read and written again and again at the speed of a core's own cache.
-CACHE_BYTES = 1 << 20
-
-
-def scratch_like(x: Tensor, shape: tuple[int, ...] | None = None, use: str = "") -> Tensor:
-    """Return a reused buffer of the dtype and device of ``x``, of its shape or another.
-
-    Fresh pages at every call would cost more than the sums do. The content holds until the next call for the same ``use``.
-    """
-    shape = tuple(x.shape) if shape is None else shape
-    count = math.prod(shape)
-    buffers: dict[Any, Tensor] = _scratch.__dict__.setdefault("buffers", {})
-    key = (x.dtype, x.device, use)
-    if key not in buffers or buffers[key].numel() < count:
-        buffers[key] = torch.empty(count, dtype=x.dtype, device=x.device)
-    return buffers[key][:count].view(shape)
-
-
-def dot_each(g: Tensor, v: Tensor) -> Tensor:
-    """Contract formed per-sample gradients ``g`` ``[n, *shape]`` with ``v`` ``[k, *shape]``, giving ``[n, k]``."""
-    if g.dim() == 2 and g.dtype == v.dtype and g.nbytes <= FEW_BYTES:
-        return F.linear(g, v)
-    flat = g.reshape(g.shape[0], -1).to(v.dtype)
-    if v.shape[0] == 1:
-        return torch.mv(flat, v.reshape(-1)).unsqueeze(1)
-    if v.shape[0] >= MANY:
-        return flat @ v.reshape(v.shape[0], -1).t()
-    # Matrix-vector products read g at the speed of memory; one product with the few columns of vᵀ does not.
-    return torch.stack([torch.mv(flat, d) for d in v.reshape(v.shape[0], -1).unbind(0)], dim=1)
-
-
-def scratch_bytes() -> int:
-    """Return the memory held by the reused buffers of this thread."""
-    return sum(b.nbytes for b in _scratch.__dict__.get("buffers", {}).values())
+def index_of(who: Tensor, n: int) -> Tensor:
+    """Return the rows of every sample, ``[n, m]`` with −1 for none, given the sample of every row ``[rows]``, −1 for none."""
+    order = torch.argsort(who, stable=True)
+    order = order[who[order] >= 0]
+    counts = torch.bincount(who[order], minlength=n)
+    m = max(1, int(counts.max())) if len(order) else 1
+    index = torch.full((n, m), -1)
+    starts = counts.cumsum(0) - counts
+    place = torch.arange(len(order)) - starts[who[order]]
+    index[who[order], place] = order
+    return index

@@ -1,126 +1,107 @@
-"""Linear layers: ``torch.nn.Linear`` and the transposed ``Conv1D`` of transformers.
+"""Linear maps: ``F.linear`` and products with a matrix of parameters.
 
-a: layer input ``[n, t, i]``, b: gradient at the layer output ``[n, t, o]``, v: direction ``[k, o, i]``.
-The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
+a: inputs ``[n, t, i]``, b: gradients at the outputs ``[n, t, o]``. The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
 
-from inrun.layers.forms import Contraction
-from inrun.layers.layout import by_sample, sum_positions
-from inrun.layers.registry import LayerRule, Owner, register, register_finder
-from inrun.layers.shapes import Formed, GradientShape, Outer, Parts
-
-
-@functools.cache
-def shared_is_cheaper(t: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Choose the form of one layer whose direction is known: n, p and q are factors of both costs (``forms.py``)."""
-    return Contraction(1, t, 1, 1).cheapest(("shared", "project"), dtype, device.type) == "shared"
+from inrun.layers.gradients import Formed, Outer, PerSample
+from inrun.layers.tap import Source, Tap
+from inrun.layers.tape import Tape, rule_for
 
 
-def positions(a: Tensor, n: int) -> int:
-    """Return how many positions each sample has in an input ``[..., i]``."""
-    return a.numel() // max(a.shape[-1] * n, 1)
+class OwnedLinear(torch.autograd.Function):
+    """A linear layer whose weight gradient is the sum of the per-sample gradients that are formed anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, *probes: Tensor) -> Tensor:
+        """Run the layer."""
+        ctx.save_for_backward(x, weight)
+        ctx.tap, ctx.probes, ctx.bias = tap, len(probes), bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, b: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """Form the per-sample gradients once, for the weight gradient and for all that is read of them."""
+        x, weight = ctx.saved_tensors
+        tap: Tap = ctx.tap
+        with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
+            back = b @ weight.to(b.dtype) if ctx.needs_input_grad[0] else None
+            if tap.tape.probing:
+                return (back, None, None, None, *[None] * ctx.probes)
+            probes, totals = tap.read(rule_of_linear(tap, b, (x,)), totals=True)
+        by_target = iter(totals)
+        of_weight = next(by_target).to(weight.dtype) if ctx.needs_input_grad[1] and tap.constants[0] else None
+        of_bias = next(by_target).to(weight.dtype) if ctx.needs_input_grad[2] and tap.constants[1] else None
+        return (back, of_weight, of_bias, None, *probes)
 
 
-class LinearOwner(Owner):
-    """The layer as the framework computes it; ``constants`` tells whether the weight is stored ``[i, o]``."""
-
-    def run(self, constants: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Multiply."""
-        matrix = weight if constants else weight.t()
-        # Not F.linear: its output is a view for inputs of three dimensions, and an in-place activation may follow.
-        out = x.new_empty(*x.shape[:-1], matrix.shape[1])
-        rows, flat = out.view(-1, matrix.shape[1]), x.reshape(-1, x.shape[-1])
-        if bias is None:
-            torch.mm(flat, matrix, out=rows)
-        else:
-            torch.addmm(bias, flat, matrix, out=rows)
-        return out, (x,)
-
-    def input_gradient(self, constants: Any, saved: tuple[Tensor, ...], weight: Tensor, b: Tensor) -> Tensor:
-        """Multiply back."""
-        flat = b.reshape(-1, b.shape[-1])
-        return (flat @ (weight.t() if constants else weight)).view(saved[0].shape)
+def rule_of_linear(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
+    """Return outer products for the weight, sums over positions for the bias; ``constants`` tells which are wanted."""
+    has_weight, has_bias = tap.constants
+    rows = tap.split(b, 1)
+    found: list[PerSample] = []
+    if has_weight:
+        found.append(Outer(rows, tap.split(saved[0], 1)))
+    if has_bias:
+        found.append(Formed(rows.sum(1)))
+    return found
 
 
-@register(nn.Linear)
-class LinearRule(LayerRule):
-    """``y = a Wᵀ + bias`` with ``weight`` of shape ``[o, i]``."""
-
-    label = "linear"
-    names = ("weight", "bias")
-    positionwise = True
-    owner = LinearOwner()
-    turns = True
-    #: Whether the weight is stored ``[i, o]`` instead of ``[o, i]``; the rule's only constant.
-    transposed = False
-
-    def constants(self, module: nn.Module) -> bool:
-        """Return whether the weight is stored ``[i, o]``."""
-        return self.transposed
-
-    def gradients(
-        self, constants: Any, inputs: tuple[Tensor, ...], b: Tensor, n: int, names: tuple[str, ...]
-    ) -> dict[str, GradientShape]:
-        """Σ_t b_nt a_ntᵀ for the weight, Σ_t b_nt for the bias."""
-        a, b = by_sample(inputs[0], n, 1), by_sample(b, n, 1)
-        found: dict[str, GradientShape] = {}
-        if "weight" in names:
-            found["weight"] = Outer(a, b) if constants else Outer(b, a)
-        if "bias" in names:
-            found["bias"] = Formed(sum_positions(b))
-        return found
-
-    def kept_as(
-        self, constants: Any, name: str, parameter: Tensor, inputs: tuple[Tensor, ...], dtype: torch.dtype, n: int
-    ) -> tuple[type[GradientShape], Parts]:
-        """The smaller of factors and formed gradients."""
-        if name == "bias":
-            return super().kept_as(constants, name, parameter, inputs, dtype, n)
-        (p, q), a = parameter.shape, inputs[0]
-        dtypes = (a.dtype, dtype) if self.transposed else (dtype, a.dtype)
-        return Outer.kept_as(n, positions(a, n), p, q, dtypes)
-
-    def grams(self, name: str) -> bool:
-        """The weight's gradients are outer products."""
-        return name == "weight"
-
-    def rows_are_classes(self, name: str, parameter: Tensor) -> bool:
-        """A weight with more than four outputs per input is taken for an output vocabulary."""
-        return name == "weight" and not self.transposed and parameter.shape[0] > 4 * parameter.shape[1]
-
-    def owns(self, module: nn.Module, inputs: tuple[Tensor, ...], n: int, forced: bool) -> bool:
-        """In full precision, where the cost model prefers it."""
-        a, weight = inputs[0], module.weight
-        assert isinstance(weight, Tensor)
-        if not weight.requires_grad or a.dtype != weight.dtype or a.dtype not in (torch.float32, torch.float64):
-            return False
-        return forced or shared_is_cheaper(positions(a, n), a.dtype, a.device)
+@rule_for(F.linear)
+def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Tap ``F.linear`` on data."""
+    of_weight, of_bias = tape.source(weight), tape.source(bias)
+    if not met or tape.source(x) or not isinstance(x, Tensor) or not tape.is_data(x) or weight.dim() != 2 or x.dim() < 2:
+        return NotImplemented
+    targets = [s for s in (of_weight, of_bias) if s is not None and s.scored]
+    wanted = (of_weight is not None and of_weight.scored, of_bias is not None and of_bias.scored)
+    given = [t for t in (x, weight, bias) if isinstance(t, Tensor)]
+    # The weight gradient is ours only where every tensor that wants a gradient is a target.
+    others = [t for t, w in ((weight, wanted[0]), (bias, wanted[1])) if t is not None and t.requires_grad and not w]
+    if not tape.owns(weight) or others or not wanted[0]:
+        saved = (x,) if wanted[0] else ()
+        return tape.observe(func, func(x, weight, bias), rule_of_linear, targets, given, saved, wanted)
+    tap = tape.tap(func, rule_of_linear, targets, given, torch.Size((*x.shape[:-1], weight.shape[0])), wanted)
+    out: Tensor = OwnedLinear.apply(x, weight, bias, tap, *tap.probes())
+    tap.edge = get_gradient_edge(out)
+    return out
 
 
-class Conv1DRule(LinearRule):
-    """The ``Conv1D`` of transformers: a linear layer with ``weight`` of shape ``[i, o]``."""
+def rule_of_product(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
+    """X @ W: the same with the sides exchanged, ``[i, o]``."""
+    rows, a = tap.split(b, 1), tap.split(saved[0], 1)
+    found: list[PerSample] = [Outer(a, rows)]
+    if len(tap.targets) > 1:
+        found.append(Formed(rows.sum(1)))
+    return found
 
-    label = "linear (Conv1D)"
-    transposed = True
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 
-_conv1d = Conv1DRule()
+@rule_for(*_PRODUCTS)
+def tap_product(tape: Tape, met: bool, func: Any, x: Tensor, other: Tensor, **rest: Any) -> Any:
+    """Tap ``x @ W`` for a matrix W."""
+    source: Source | None = tape.source(other)
+    if not met or rest or source is None or not tape.is_data(x) or tape.source(x) or other.dim() != 2 or x.dim() < 2:
+        return NotImplemented
+    return tape.observe(func, func(x, other), rule_of_product, [source], (x, other), (x,))
 
 
-@register_finder
-def find_conv1d(module: nn.Module) -> LayerRule | None:
-    """Recognise transformers' Conv1D by where it is defined, without importing transformers."""
-    cls = type(module)
-    defined = any(
-        b.__name__ == "Conv1D" and b.__module__ == "transformers.pytorch_utils" and getattr(b, "forward", None) is cls.forward
-        for b in cls.__mro__
-    )
-    return _conv1d if defined else None
+@rule_for(torch.addmm, Tensor.addmm)
+def tap_addmm(tape: Tape, met: bool, func: Any, bias: Tensor, x: Tensor, weight: Tensor, **rest: Any) -> Any:
+    """Tap ``torch.addmm(bias, x, W)``, the linear layer of GPT-2."""
+    of_bias, of_weight = tape.source(bias), tape.source(weight)
+    if not met or rest or of_bias is None or of_weight is None or not tape.is_data(x) or tape.source(x) or bias.dim() != 1:
+        return NotImplemented
+    if not (of_bias.scored and of_weight.scored):
+        return NotImplemented
+    return tape.observe(func, func(bias, x, weight), rule_of_product, [of_weight, of_bias], (bias, x, weight), (x,))

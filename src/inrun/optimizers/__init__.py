@@ -1,6 +1,8 @@
-"""What optimizers do to a gradient: one small rule per optimizer class."""
+"""What optimizers do with gradients: one small rule per optimizer class."""
 
-from inrun.optimizers import adafactor, adam, adam_family, lion, muon, scaled, sgd  # noqa: F401 - importing registers the rules
-from inrun.optimizers.registry import Realised, Recall, UpdateRule, find_update, plain, register
+from inrun.optimizers import adam, scaled, sgd, signs  # noqa: F401 - register
+from inrun.optimizers.lists import agree
+from inrun.optimizers.registry import find_rule, register
+from inrun.optimizers.rule import NO_MEMORY, GroupStep, Memory, UpdateRule
 
-__all__ = ["Realised", "Recall", "UpdateRule", "find_update", "plain", "register"]
+__all__ = ["NO_MEMORY", "GroupStep", "Memory", "UpdateRule", "agree", "find_rule", "register"]

@@ -1,114 +1,184 @@
-"""Gradients divided by their own running size: RMSprop, Adagrad and Adadelta.
+"""RMSprop, Adagrad, Adadelta and Adafactor: gradients divided by their own running size.
 
-With z = ±G + λw:
+With z = ±G + λw (Adafactor's λ is decoupled):
 
-    RMSprop   s_t = αs + (1−α)z²;  centred: minus the square of a_t = αa + (1−α)z
-              buffer ← μ·buffer + z / (√s_t + ε);   w ← w − lr · buffer
-    Adagrad   s_t = s + z²;   w ← w − lr / (1 + (t−1)·decay) · z / (√s_t + ε)
-    Adadelta  s_t = ρs + (1−ρ)z²;   w ← w − lr · √(d + ε) / √(s_t + ε) · z,   d the running mean of squared moves
+    RMSprop   s_t = αs + (1−α)z², centered: minus the square of a_t = αa + (1−α)z
+              b ← μb + z / (√s_t + ε);  w ← w − lr·b
+    Adagrad   s_t = s + z²;  w ← w − lr / (1 + (t−1)·decay) · z / (√s_t + ε)
+    Adadelta  s_t = ρs + (1−ρ)z²;  δ = √((d + ε) / (s_t + ε)) z;  w ← w − lr·δ;  d ← ρd + (1−ρ)δ²
+    Adafactor w ← w − lr·λ·w − α·F∘z / max(1, rms(F∘z) / d),  F = 1 / √(row·column / mean(row))
+
+Adafactor's row and column are running means of z² along the other dimension; vectors keep all of
+z². F and the clipping by d depend on the whole tensor and are held fixed, like every A.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from inrun.optimizers.quotient import QuotientRule, slope_of_root
-from inrun.optimizers.registry import NO_MEMORY, Group, Realised, Recall, State, held, learning_rate, next_step, option, register
+from inrun.optimizers import lists
+from inrun.optimizers.lists import Tensors, scaled_, wide
+from inrun.optimizers.registry import register
+from inrun.optimizers.rule import NO_MEMORY, GroupStep, Memory, Scalar, State, UpdateRule
+from inrun.optimizers.sgd import plain_rate
 
 
 @register(torch.optim.RMSprop)
-class RMSpropRule(QuotientRule):
-    """RMSprop, centred or not; its momentum comes after the division and is part of the zero-gradient move."""
+class RMSpropRule(UpdateRule):
+    """With momentum q is the buffer, A = lr, and z is divided by its size as it enters."""
 
-    def numerator(self, like: Tensor, group: Group, state: State) -> tuple[Tensor | float, Tensor | float]:
-        """Only the gradient itself."""
-        return 0.0, learning_rate(group)
+    adaptive = True
+    buffer = "momentum_buffer"
+    decoupled = False
 
-    def constant(self, like: Tensor, group: Group, state: State) -> Tensor | float:
-        """Return −lr·μ·buffer."""
-        momentum = option(group, "momentum")
-        if momentum <= 0.0:
-            return 0.0
-        return held(state, "momentum_buffer", like) * (-learning_rate(group) * momentum)
+    def memory(self, step: GroupStep) -> list[Memory] | None:
+        """The buffer forgets by μ and takes all of what comes."""
+        momentum = step.option("momentum")
+        return [Memory(momentum, 1.0) if momentum > 0.0 else NO_MEMORY] * len(step.states)
 
-    def recall(self, group: Group, state: State) -> Recall | None:
-        """The buffer forgets by μ and takes all of what comes, divided by the size of its own step."""
-        momentum = option(group, "momentum")
-        return Recall(momentum, 1.0) if momentum > 0.0 else NO_MEMORY
+    def pushed(self, step: GroupStep) -> list[Tensor]:
+        """Return the buffer, or z."""
+        return super().pushed(step) if step.option("momentum") > 0.0 else self.entering(step)
 
-    def remembered(self, state: State) -> Tensor | None:
-        """Return the buffer, if there is momentum."""
-        return state.get("momentum_buffer")
+    def factor(self, step: GroupStep) -> list[Tensor] | float:
+        """Return lr; without momentum lr / (√s + ε), 0 where s is 0."""
+        return plain_rate(step) if step.option("momentum") > 0.0 else self._over(step, step.lr)
+
+    def entry(self, step: GroupStep) -> list[Tensor] | None:
+        """Return 1 / (√s + ε) where there is momentum, 0 where s is 0."""
+        return self._over(step, 1.0) if step.option("momentum") > 0.0 else None
 
     @torch.no_grad()
-    def realised(self, gradient: Tensor, parameter: Tensor, group: Group, state: State) -> Realised:
-        """With momentum q is the buffer, and a gradient enters it over the size of its own step."""
-        found = super().realised(gradient, parameter, group, state)
-        momentum = option(group, "momentum")
-        if momentum <= 0.0:
-            return found
-        assert isinstance(found.gain, Tensor)
-        q = found.gain * found.q + held(state, "momentum_buffer", found.q) * momentum
-        return Realised(1.0, q, found.pace, entry=found.gain)
-
-    def _mean(self, z: Tensor, group: Group, state: State) -> Tensor:
-        return torch.lerp(held(state, "grad_avg", z), z, 1.0 - float(group["alpha"]))
-
-    def size(self, z: Tensor, group: Group, state: State) -> Tensor:
-        """Return the root of the second moment or of the variance."""
-        alpha = float(group["alpha"])
-        second = torch.addcmul(held(state, "square_avg", z) * alpha, z, z, value=1.0 - alpha)
-        if group["centered"]:
-            mean = self._mean(z, group, state)
-            # Rounding can make a variance negative; the real step then writes nan.
-            second = torch.addcmul(second, mean, mean, value=-1.0).clamp_min(0.0)
-        return torch.sqrt(second)
-
-    def slope(self, z0: Tensor, z1: Tensor, r0: Tensor, r1: Tensor, group: Group, state: State) -> Tensor:
-        """The divided difference of s_t − a_t² is (1−α)(z₀ + z₁ − a₀ − a₁)."""
-        slope = z0 + z1
-        if group["centered"]:
-            slope = slope - self._mean(z0, group, state) - self._mean(z1, group, state)
-        return slope_of_root(slope * (1.0 - float(group["alpha"])), r0, r1)
+    def _over(self, step: GroupStep, rate: Any) -> list[Tensor]:
+        second, eps = step.kept("square_avg"), step.option("eps")
+        if not step.group["centered"]:
+            return lists.over_roots(second, eps, rate)
+        mean = step.kept("grad_avg")
+        sizes = list(torch._foreach_addcmul(second, mean, mean, value=-1.0))
+        torch._foreach_sqrt_(sizes)
+        return lists.quotient(second, lists.shifted_(sizes, eps), rate)
 
 
 @register(torch.optim.Adagrad)
-class AdagradRule(QuotientRule):
+class AdagradRule(UpdateRule):
     """Adagrad with its learning rate decay and initial accumulator."""
 
-    def numerator(self, like: Tensor, group: Group, state: State) -> tuple[Tensor | float, Tensor | float]:
-        """Only the gradient itself."""
-        return 0.0, learning_rate(group) / (1.0 + (next_step(state) - 1.0) * option(group, "lr_decay"))
+    adaptive = forgetful = True
+    decoupled = False
 
-    def size(self, z: Tensor, group: Group, state: State) -> Tensor:
-        """Return √(s + z²)."""
-        start = torch.full_like(z, option(group, "initial_accumulator_value"))
-        return torch.sqrt(torch.addcmul(state["sum"].to(z.dtype) if "sum" in state else start, z, z))
-
-    def slope(self, z0: Tensor, z1: Tensor, r0: Tensor, r1: Tensor, group: Group, state: State) -> Tensor:
-        """The divided difference of z² is z₀ + z₁."""
-        return slope_of_root(z0 + z1, r0, r1)
+    @torch.no_grad()
+    def factor(self, step: GroupStep) -> list[Tensor] | float:
+        """Return lr / (1 + (t−1)·decay) / (√s + ε); 0 where s is 0."""
+        slowed = (step.counts() - 1.0) * step.option("lr_decay") + 1.0
+        return lists.over_roots(step.kept("sum"), step.option("eps"), step.lr / slowed)
 
 
 @register(torch.optim.Adadelta)
-class AdadeltaRule(QuotientRule):
-    """Adadelta; ε is inside both roots, so that an entry without history has a gain too."""
+class AdadeltaRule(UpdateRule):
+    """A has the size of earlier moves in it, to which the step has already added its own."""
 
-    def numerator(self, like: Tensor, group: Group, state: State) -> tuple[Tensor | float, Tensor | float]:
-        """The gradient times the root of the mean squared move."""
-        return 0.0, torch.sqrt(held(state, "acc_delta", like) + option(group, "eps")) * learning_rate(group)
+    adaptive = forgetful = True
+    decoupled = False
 
-    def size(self, z: Tensor, group: Group, state: State) -> Tensor:
-        """Return √(s_t + ε)."""
-        rho = float(group["rho"])
-        second = torch.addcmul(held(state, "square_avg", z) * rho, z, z, value=1.0 - rho)
-        return torch.sqrt(second + option(group, "eps"))
+    @torch.no_grad()
+    def factor(self, step: GroupStep) -> list[Tensor] | float:
+        """Return lr·√((d + ε) / (s_t + ε)), 0 where s is 0.
 
-    def epsilon(self, group: Group) -> float:
-        """Nothing is added outside the root."""
-        return 0.0
+        From the d_t that the step leaves, d_t = ρd + (1−ρ)(d + ε) z² / (s_t + ε), follows
+        (d + ε) / (s_t + ε) = (d_t + ρε) / (ρ(s_t + ε) + (1−ρ)z²).
+        """
+        rho, eps = step.option("rho"), step.option("eps")
+        z, second = self.entering(step), step.kept("square_avg")
+        below = lists.shifted_(list(torch._foreach_mul(second, rho)), rho * eps)
+        torch._foreach_addcmul_(below, z, z, value=1.0 - rho)
+        torch._foreach_clamp_min_(below, lists.TINY)
+        out = list(torch._foreach_add(step.kept("acc_delta"), rho * eps))
+        torch._foreach_div_(out, below)
+        torch._foreach_sqrt_(out)
+        torch._foreach_mul_(out, torch._foreach_sign(second))
+        return scaled_(out, step.lr)
 
-    def slope(self, z0: Tensor, z1: Tensor, r0: Tensor, r1: Tensor, group: Group, state: State) -> Tensor:
-        """The divided difference of s_t is (1−ρ)(z₀ + z₁)."""
-        return slope_of_root((z0 + z1) * (1.0 - float(group["rho"])), r0, r1)
+
+def rms(x: Tensor) -> Tensor:
+    """Return √(mean of x²), 0-dim."""
+    return torch.linalg.vector_norm(x) / math.sqrt(max(x.numel(), 1))
+
+
+@register(torch.optim.Adafactor)
+class AdafactorRule(UpdateRule):
+    """torch's: α = max(ε₂, rms(w)) · min(lr, 1/√t)."""
+
+    adaptive = forgetful = decoupled = True
+
+    @torch.no_grad()
+    def factor(self, step: GroupStep) -> list[Tensor] | float:
+        """Return α·F / max(1, rms(F∘G) / d); 0 where row or column is 0."""
+        eps, out = step.group["eps"], []
+        rates = lists.spread(step.counts().rsqrt().clamp(max=step.lr))
+        each = zip(step.before, wide(step.gradients), step.states, rates, strict=True)
+        for w, g, state, rate in each:
+            least = torch.finfo(w.dtype).eps if eps[0] is None else float(eps[0])
+            inverse = self._inverse(state, least)
+            clip = (rms(inverse * g) / float(step.group["d"])).clamp_min(1.0)
+            out.append(inverse * (rms(w).clamp_min(float(eps[1])) * rate / clip))
+        return out
+
+    def _inverse(self, state: State, eps: float) -> Tensor:
+        if "variance" in state:
+            (second,) = wide([state["variance"]])
+            return second.clamp_min(eps * eps).rsqrt() * second.sign()
+        row, column = wide([state["row_var"], state["col_var"]])
+        second = row @ column / row.mean(-2, keepdim=True).clamp_min(eps)
+        return second.clamp_min(eps * eps).rsqrt() * row.sign() * column.sign()
+
+
+@register("transformers.optimization.Adafactor")
+class TransformersAdafactorRule(UpdateRule):
+    """transformers': a schedule of its own, and momentum after the division.
+
+    Only this step's own gradient is followed; earlier ones are given no shares.
+    """
+
+    adaptive = True
+
+    @torch.no_grad()
+    def factor(self, step: GroupStep) -> list[Tensor] | float:
+        """Return the rate times F / max(1, rms(F∘G) / d): what G is multiplied by."""
+        out, most = [], float(step.group["clip_threshold"])
+        for g, state in zip(wide(step.gradients), step.states, strict=True):
+            inverse = self._inverse(g, state, float(step.group["eps"][0]))
+            clip = (rms(inverse * g) / most).clamp_min(1.0)
+            out.append(inverse * (self._rate(step, state) / clip))
+        return out
+
+    def _rate(self, step: GroupStep, state: State) -> Scalar:
+        group, t = step.group, float(state["step"])
+        slow = min(1e-6 * t if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(t))
+        rate = slow if group["relative_step"] else step.lr
+        if not group["scale_parameter"]:
+            return rate
+        return torch.as_tensor(state["RMS"]).clamp_min(float(group["eps"][1])) * rate
+
+    def _inverse(self, g: Tensor, state: State, eps: float) -> Tensor:
+        """Return F; 0 without a gradient where there has never been one, beyond the ε it adds."""
+        if "exp_avg_sq" in state:
+            (second,) = wide([state["exp_avg_sq"]])
+            seen, inverse = second > 2.0 * eps, second.rsqrt()
+        else:
+            row, column = wide([state["exp_avg_sq_row"], state["exp_avg_sq_col"]])
+            row, column = row.unsqueeze(-1), column.unsqueeze(-2)
+            seen = (row > 2.0 * eps) & (column > 2.0 * eps)
+            inverse = (row / row.mean(-2, keepdim=True)).rsqrt() * column.rsqrt()
+        return torch.where(seen | (g != 0), inverse, 0.0)
+
+    @torch.no_grad()
+    def own_direction(self, raw: Tensors, moved: Tensors, step: GroupStep) -> list[Tensor]:
+        """Return (1−β₁) A∘∇: the part of the move that this step's gradient made, A held fixed."""
+        factor = self.factor(step)
+        assert isinstance(factor, list)
+        torch._foreach_mul_(factor, raw)
+        return scaled_(factor, 1.0 - step.option("beta1"))

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 import torch
 
-from inrun.engine import Accountant
-from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, CreditError, TrainingError
 from inrun.ledger import StepRecord
 from inrun.ledger.record import SettledCredits
+from inrun.old.engine import Accountant
+from inrun.old.engine.processes import Processes
 from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
 from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of
@@ -52,7 +52,7 @@ class Look:
     update: str | None = None
     #: Steps that share one validation gradient, as far as they are looked at from one viewpoint.
     refresh: int | None = None
-    #: One of :data:`inrun.engine.credit.choice.CREDITS`.
+    #: One of :data:`inrun.old.engine.credit.choice.CREDITS`.
     credit: str | None = None
 
     def game(self, source: Source, steps: Sequence[RecordedStep]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inrun.engine.fold import folds
+from inrun.engine.folds import folds
 from inrun.training.loss import PADDING, next_token_loss, row_losses, token_losses
 from inrun.training.prepare import Held
 from inrun.training.processes import Job

@@ -1,0 +1,116 @@
+"""The layouts of taps over a run: read from the graph where they are new, remembered where they are not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.rows import RowProbe, Samples
+from inrun.errors import RowOwnershipError
+from inrun.layers.layout import Layout
+from inrun.layers.tap import Tap
+from inrun.layers.tape import Tape, tensors_in
+
+#: A tap's layout is believed for new shapes once it was read for so many.
+SEEN = 3
+
+
+class Layouts:
+    """Hooks on the model note its inputs and outputs; :meth:`find` reads what is not known when a backward begins."""
+
+    def __init__(self, tape: Tape, model: nn.Module) -> None:
+        self.tape = tape
+        self.samples = Samples(0)
+        #: By tap: the name of its layout, and the shapes it was read for.
+        self._names: dict[Any, tuple[str, set[Any]]] = {}
+        self._made: dict[Any, Layout | None] = {}
+        self._outputs: list[Tensor] = []
+        self._fresh = True
+        self._hooks = [
+            model.register_forward_pre_hook(self._called, with_kwargs=True),
+            model.register_forward_hook(self._returned),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, samples: Samples, fresh: bool) -> None:
+        """Begin a microbatch; ``fresh`` reads all layouts again."""
+        if samples.documents is not None or samples != self.samples:
+            self._made.clear()
+        self.samples, self._fresh, self._outputs = samples, fresh, []
+
+    def end(self) -> None:
+        """Let go of the graph."""
+        self._outputs = []
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.tape.active:
+            self.tape.take_inputs((args, kwargs))
+
+    def _returned(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.tape.active and torch.is_grad_enabled():
+            values = out if isinstance(out, (Tensor, dict, list, tuple)) else vars(out) if hasattr(out, "__dict__") else ()
+            self._outputs += [t for t in tensors_in(values) if t.requires_grad and t.is_floating_point()]
+
+    # Layouts
+
+    def known(self, tap: Tap, again: bool = False) -> Layout | None:
+        """Return the layout of a tap, if it was read before; ``again`` where the tap is one of a recomputation."""
+        name, shapes = self._names.get(tap.key, ("", set()))
+        if (self._fresh and not again) or not name:
+            return None
+        shape = (self.samples.n, tuple(tap.shape))
+        if shape not in shapes and len(shapes) < SEEN:
+            return None
+        return self._named(name, tap)
+
+    def _named(self, name: str, tap: Tap) -> Layout | None:
+        key = (name, tuple(tap.shape))
+        if key not in self._made:
+            self._made[key] = next(
+                (layout for n, layout, _ in self.samples.layouts(tap.shape) if n == name and _static(layout, self.samples)), None
+            )
+        return self._made[key]
+
+    def find(self, taps: list[Tap]) -> None:
+        """Read the layouts of all taps if one is not known."""
+        if not any(tap.layout is None for tap in taps):
+            return
+        before = {tap: tap.layout for tap in taps}
+        probe = RowProbe(self.samples, [tap for tap in taps if tap.edge is not None], self._probing)
+        names = probe.read(self._outputs)
+        for tap, name in names.items():
+            old, shapes = self._names.get(tap.key, (name, set()))
+            if name in ("unreached", "routed"):
+                continue
+            if before[tap] is None and old != name:
+                shapes = set()
+            self._names[tap.key] = (name, shapes | {(self.samples.n, tuple(tap.shape))})
+
+    @contextlib.contextmanager
+    def _probing(self) -> Iterator[None]:
+        self.tape.probing = True
+        try:
+            yield
+        finally:
+            self.tape.probing = False
+
+    def check(self, tap: Tap) -> None:
+        """Raise if the rows of a tap are not known."""
+        if tap.layout is None:
+            raise RowOwnershipError(
+                f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and no gradient reached it when its rows were read. "
+                "Call loss.backward() inside the step."
+            )
+
+
+def _static(layout: Layout, samples: Samples) -> bool:
+    """Return whether a layout follows from its name and the shape."""
+    return layout.kind != "index" or samples.documents is not None

@@ -1,0 +1,110 @@
+"""Which parameters are scored, and what steps them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inrun.engine.readers import LeafReader
+from inrun.errors import ConfigurationError, CoverageError
+from inrun.layers.tap import Leaf
+
+
+@dataclass(eq=False)
+class Scored:
+    """A scored parameter: its leaf, and its place among the optimizers and their groups."""
+
+    leaf: Leaf
+    place: int
+    optimizer: int
+    group: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return its name in the model."""
+        return self.leaf.name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Return it."""
+        return self.leaf.parameter  # type: ignore[return-value]
+
+
+@dataclass(eq=False)
+class Parameters:
+    """All trainable parameters of a model: those that are scored, and leaves for all."""
+
+    scored: list[Scored]
+    leaves: list[Leaf]
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that scoring runs on."""
+        return self.scored[0].parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of scores: float32, or float64 if a parameter is."""
+        return torch.float64 if any(s.parameter.dtype == torch.float64 for s in self.scored) else torch.float32
+
+    def tensors(self) -> list[Tensor]:
+        """Return the scored parameters."""
+        return [s.parameter for s in self.scored]
+
+    def of(self, optimizer: int) -> list[Scored]:
+        """Return the scored parameters of one optimizer."""
+        return [s for s in self.scored if s.optimizer == optimizer]
+
+
+def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], patterns: Sequence[str] | None) -> Parameters:
+    """Return the trainable parameters of a model; scored are those that an optimizer has and a pattern names."""
+    places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
+    for i, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in places:
+                    raise ConfigurationError("a parameter is in two optimizers or groups. Give each parameter one optimizer.")
+                places[p] = (i, group)
+    scored: list[Scored] = []
+    leaves: list[Leaf] = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        leaf = Leaf(len(leaves), name, p)
+        leaves.append(leaf)
+        named = patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        if p in places and named:
+            leaf.reader = LeafReader(leaf, len(scored))
+            scored.append(Scored(leaf, len(scored), *places[p]))
+    if not scored:
+        known = ", ".join(leaf.name for leaf in leaves[:5]) or "none"
+        raise CoverageError(
+            f"no trainable parameter of the model is in the optimizer{'' if patterns is None else f' and matches {list(patterns)}'}. "
+            f"Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
+        )
+    devices = {s.parameter.device for s in scored}
+    if len(devices) > 1:
+        raise ConfigurationError(
+            f"scored parameters are on {len(devices)} devices ({', '.join(map(str, devices))}). Put them on one."
+        )
+    return Parameters(scored, leaves)
+
+
+def table_places(model: nn.Module, parameters: Parameters) -> tuple[set[int], set[int]]:
+    """Return the places of look-up tables, and of output vocabularies: matrices much higher than wide, or the last one."""
+    place = {s.parameter: s.place for s in parameters.scored}
+    tables, used = set[int](), set[int]()
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p in place:
+                (tables if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else used).add(place[p])
+    matrices = [s for s in parameters.scored if s.parameter.dim() == 2 and (s.place not in tables or s.place in used)]
+    outputs = {s.place for s in matrices if s.parameter.shape[0] >= 8 * s.parameter.shape[1]}
+    outputs |= {s.place for s in matrices[-1:] if s.parameter.shape[0] > s.parameter.shape[1]}
+    outputs |= {i for i in tables & used if parameters.scored[i].parameter.shape[0] > parameters.scored[i].parameter.shape[1]}
+    return tables, outputs

@@ -1,0 +1,353 @@
+"""All open uses: one ring of rows, and the running sums by which they are paid.
+
+A use is one row of numbers, S g_n, in the ring ``[places, rows, columns]``. At step t it earns κ_{t,s} ⟨S g_n, S D_t⟩, and
+
+    κ_{t,s} = enter_s / P_s · f_t        f_t = read_t · P_t,    P_t = product of what the optimizer kept so far
+
+tensor by tensor. So one running sum R = Σ_t f_t S D_t pays everybody: a row, multiplied by enter_s / P_s when it enters, notes
+⟨row, R⟩ then and takes the difference when its window ends. Its own step is paid on entry, where Nesterov and NAdam differ
+from later ones. Every so often the sums begin anew (P = 1, R = 0), which keeps them accurate in single precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.engine.memory import Numbers, StepMemory
+from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
+from inrun.optimizers import Memory
+
+#: Steps after which running sums begin anew.
+REBASE = 22
+#: One column in so many stands for all where the error of an estimate is estimated.
+EVERY = 4
+
+
+@dataclass(eq=False)
+class TableRows:
+    """Rows of a table that open uses touched: numbers ``[places, rows, r]`` and values ``[places, rows, r, per_row]``."""
+
+    numbers: Tensor
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Slot:
+    """The uses of one open step."""
+
+    step: int
+    place: int
+    rows: int
+    epoch: Epoch
+    #: Σ f of the steps that paid it, for the error of rows apart.
+    passed: float = 0.0
+
+
+@dataclass(eq=False)
+class Entering:
+    """What a step's samples leave: S g_n ``[n, columns]``, and rows of tables.
+
+    ``tables`` holds: tensor, number of the call that read it, first row, numbers ``[n, r]``, values ``[n, r, per_row]``.
+    """
+
+    rows: Tensor
+    tables: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Settled:
+    """The credits of the uses of one step, on the device, ``[n, k]`` each, and the share of the push that was paid."""
+
+    step: int
+    credit: Tensor
+    error: Tensor
+    paid: float
+
+
+class Window:
+    """The ring and its sums."""
+
+    def __init__(self, sketcher: Sketcher, sets: int, tables: Sequence[int]) -> None:
+        self.sketcher, self.sets, self.tables = sketcher, sets, list(tables)
+        self.memory = StepMemory(len(sketcher.plans))
+        self.slots: list[Slot] = []
+        self.epochs: list[Epoch] = []
+        #: Rows; and by use what it was paid and what R had for it when it entered, and the spread of its rows apart.
+        self.ring = torch.zeros(0)
+        self.uses: dict[str, Tensor] = {}
+        #: By step, some columns of the direction that was known at its backward, and of R since then.
+        self.directions: dict[str, Tensor] = {}
+        self.apart: dict[tuple[int, int], TableRows] = {}
+        self.since = 0
+
+    # Room
+
+    def reserve(self, steps: int, rows: int) -> None:
+        """Make room for so many open steps of so many rows; what is open is kept."""
+        old = tuple(self.ring.shape[:2]) if self.ring.dim() == 3 else (0, 0)
+        steps, rows = max(steps, old[0]), max(rows, old[1])
+        if (steps, rows) == old:
+            return
+        sk, k, few = self.sketcher, self.sets, len(range(0, self.sketcher.cut, EVERY))
+        self.ring = self._grown(self.ring, (steps, rows, sk.size))
+        self.uses = {name: self._grown(self.uses.get(name), (steps, rows, k)) for name in ("credit", "noted", "spread")}
+        self.directions = {name: self._grown(self.directions.get(name), (steps, k, few)) for name in ("known", "paid")}
+        for t in self.apart.values():
+            t.numbers = self._grown(t.numbers, (steps, rows, *t.numbers.shape[2:]))
+            t.values = self._grown(t.values, (steps, rows, *t.values.shape[2:]))
+
+    def _grown(self, old: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        dtype = old.dtype if old is not None and old.numel() else self.sketcher.dtype
+        new = torch.zeros(shape, dtype=dtype, device=self.sketcher.device)
+        if old is not None and old.numel():
+            new[tuple(slice(0, size) for size in old.shape)] = old
+        return new
+
+    def _free_place(self, rows: int) -> int:
+        taken = {slot.place for slot in self.slots}
+        steps = self.ring.shape[0] if self.ring.dim() == 3 else 0
+        if rows > (self.ring.shape[1] if steps else 0):
+            self.reserve(steps, rows)
+        free = next((p for p in range(steps) if p not in taken), None)
+        if free is None:
+            self.reserve(max(len(self.slots) + 1, self.memory.steps_open() + 1), rows)
+            free = next(p for p in range(len(self.ring)) if p not in taken)
+        return free
+
+    # Epochs
+
+    def begin_epoch(self, epoch: Epoch) -> None:
+        """Sketch in a new way from now on."""
+        sk = self.sketcher
+        epoch.paid = torch.zeros(self.sets, sk.size, dtype=sk.dtype, device=sk.device)
+        for i in self.tables:
+            plan = sk.plans[i]
+            epoch.tables[i] = torch.zeros(self.sets, plan.rows, plan.per_row, dtype=sk.dtype, device=sk.device)
+        self.epochs.append(epoch)
+
+    @property
+    def epoch(self) -> Epoch:
+        """Return how gradients are sketched now."""
+        return self.epochs[-1]
+
+    def _drop_epochs(self) -> None:
+        alive = {id(slot.epoch) for slot in self.slots} | {id(self.epochs[-1])}
+        self.epochs = [e for e in self.epochs if id(e) in alive]
+
+    # A step
+
+    def pay(
+        self,
+        step: int,
+        memories: Sequence[Memory | None],
+        entering: Entering,
+        directions: dict[int, SketchedDirection],
+        known: Tensor | None,
+    ) -> Tensor:
+        """Pay a step: add its direction to the sums, and let its uses in.
+
+        Args:
+            step: Its number.
+            memories: How each tensor's optimizer remembers; None for tensors that did not step.
+            entering: The step's rows, multiplied by what their gradients were multiplied by (clipping).
+            directions: S D by ``id`` of the epoch.
+            known: S v of the direction known at the backward, ``[k, columns]``, if any.
+
+        Returns:
+            What the step's own rows were paid by it, ``[n, k]``.
+        """
+        weight, f, own = self.memory.step(memories)
+        for e in self.epochs:
+            self._add(e, directions[id(e)], f)
+        for slot in self.slots:
+            slot.passed += float(np.abs(f).max(initial=0.0))
+        self.since += 1
+        self._enter(step, entering, directions[id(self.epoch)], weight, own, known)
+        slot = self.slots[-1]
+        return self.uses["credit"][slot.place, : slot.rows].clone()
+
+    def spread_of(self, memories: Sequence[Memory | None], directions: dict[int, SketchedDirection]) -> Tensor:
+        """Return Σ|c| that a step which is not counted yet pays to the open uses, ``[k]``."""
+        f = self.memory.preview(memories)
+        total = torch.zeros(self.sets, dtype=torch.float64, device=self.sketcher.device)
+        by = self._columns(f)
+        for slot in self.slots:
+            direction, place, n = directions[id(slot.epoch)], slot.place, slot.rows
+            found = self.ring[place, :n] @ (direction.flat * by).t()
+            for (i, _), t in self.apart.items():
+                if i in direction.tables:
+                    found += float(f[i]) * contract(t.numbers[place, :n], t.values[place, :n], direction.tables[i])
+            total += found.abs().sum(0)
+        return total
+
+    def _columns(self, numbers: Numbers) -> Tensor | float:
+        """Return numbers by tensor as one number if they are all alike (zeros aside), else by column."""
+        some = numbers[numbers != 0.0]
+        if len(some) == 0 or bool((some == some[0]).all()):
+            return float(some[0]) if len(some) else 0.0
+        by_order = torch.tensor([numbers[i] for i in self.sketcher.order], dtype=self.sketcher.dtype)
+        return by_order.to(self.sketcher.device, non_blocking=True)[self.sketcher.owner]
+
+    def _add(self, epoch: Epoch, direction: SketchedDirection, f: Numbers) -> None:
+        by = self._columns(f)
+        if isinstance(by, Tensor):
+            epoch.paid.addcmul_(direction.flat, by)
+        else:
+            epoch.paid.add_(direction.flat, alpha=by)
+        for i, table in direction.tables.items():
+            if i in epoch.tables:
+                epoch.tables[i].add_(table, alpha=float(f[i]))
+
+    def _enter(
+        self, step: int, entering: Entering, direction: SketchedDirection, weight: Numbers, own: Numbers, known: Tensor | None
+    ) -> None:
+        sk, n = self.sketcher, len(entering.rows)
+        place = self._free_place(n)
+        slot = Slot(step, place, n, self.epoch)
+        row = self.ring[place, :n]
+        row.copy_(entering.rows)
+        self._enter_tables(place, n, entering)
+        own_by = self._columns(own)
+        paid = direction.flat * own_by
+        credit = row @ paid.t()
+        for (i, _), t in self.apart.items():
+            if i in direction.tables:
+                credit += float(own[i]) * contract(t.numbers[place, :n], t.values[place, :n], direction.tables[i])
+        self.uses["credit"][place, :n] = credit
+        weight_by = self._columns(weight)
+        row.mul_(weight_by)
+        spread = torch.zeros_like(credit)
+        for (i, _), t in self.apart.items():
+            t.values[place, :n].mul_(float(weight[i]))
+            if i in direction.tables:
+                spread += contract(t.numbers[place, :n], t.values[place, :n].square(), direction.tables[i].square())
+        self.uses["spread"][place, :n] = spread.sqrt_()
+        self.slots.append(slot)
+        self.uses["noted"][place, :n] = self.value(slot)
+        if sk.cut:
+            some = slice(0, sk.cut, EVERY)
+            ratio = self._columns(np.where(weight == 0.0, 0.0, own / np.where(weight == 0.0, 1.0, weight)))
+            here = (direction.flat * ratio)[:, some]
+            self.directions["paid"][place] = here - slot.epoch.paid[:, some]
+            self.directions["known"][place] = 0.0 if known is None else known[:, some]
+            slot.passed = 1.0
+
+    def _enter_tables(self, place: int, n: int, entering: Entering) -> None:
+        for t in self.apart.values():
+            t.values[place].zero_()
+        for i, call, first, numbers, values in entering.tables:
+            at = self._table((i, call), numbers.shape[1], values.shape[2])
+            rows = slice(first, first + len(numbers))
+            at.numbers[place, rows, : numbers.shape[1]] = numbers
+            at.values[place, rows, : numbers.shape[1]] = values
+
+    def _table(self, key: tuple[int, int], r: int, per_row: int) -> TableRows:
+        steps, rows = self.ring.shape[:2]
+        old = self.apart.get(key)
+        if old is None or old.numbers.shape[2] < r:
+            numbers = torch.zeros(steps, rows, r, dtype=torch.long, device=self.sketcher.device)
+            values = torch.zeros(steps, rows, r, per_row, dtype=self.sketcher.dtype, device=self.sketcher.device)
+            if old is not None:
+                numbers[:, :, : old.numbers.shape[2]] = old.numbers
+                values[:, :, : old.values.shape[2]] = old.values
+            self.apart[key] = TableRows(numbers, values)
+        return self.apart[key]
+
+    # Credits
+
+    def value(self, slot: Slot) -> Tensor:
+        """Return ⟨rows, R⟩ of a step's uses, ``[n, k]``."""
+        place, n, epoch = slot.place, slot.rows, slot.epoch
+        found = self.ring[place, :n] @ epoch.paid.t()
+        for (i, _), t in self.apart.items():
+            found += contract(t.numbers[place, :n], t.values[place, :n], epoch.tables[i])
+        return found
+
+    def credits_of(self, slot: Slot) -> Tensor:
+        """Return what a step's uses were paid so far, ``[n, k]``."""
+        at = (slot.place, slice(0, slot.rows))
+        return self.uses["credit"][at] + self.value(slot) - self.uses["noted"][at]
+
+    def settle_passed(self) -> list[Settled]:
+        """Settle the steps whose windows have ended."""
+        return self._settle(self.memory.passed())
+
+    def settle_all(self) -> list[Settled]:
+        """Settle all that is open as it stands."""
+        return self._settle(len(self.slots))
+
+    def _settle(self, count: int) -> list[Settled]:
+        found = [
+            Settled(slot.step, self.credits_of(slot), self.error_of(slot), self.memory.share_paid(j))
+            for j, slot in enumerate(self.slots[:count])
+        ]
+        self.slots = self.slots[count:]
+        self.memory.forget(count)
+        if count:
+            self._drop_epochs()
+        return found
+
+    def error_of(self, slot: Slot) -> Tensor:
+        """Return the standard error of a step's credits, ``[n, k]``.
+
+        Its variance is Σ_b (S g)_b² (S V)_b² over the lossy columns, with V what the use was paid by beyond the known direction.
+        Single estimates are rough, so each is averaged with the mean of its step.
+        """
+        place, n, sk = slot.place, slot.rows, self.sketcher
+        spread = self.uses["spread"][place, :n] * slot.passed
+        variance = spread.square()
+        if sk.cut:
+            some = slice(0, sk.cut, EVERY)
+            v, known, owner = (
+                self.directions["paid"][place] + slot.epoch.paid[:, some],
+                self.directions["known"][place],
+                sk.owner[some],
+            )
+            sums = torch.zeros(2, self.sets, len(sk.order), dtype=v.dtype, device=v.device)
+            sums.index_add_(2, owner, torch.stack([v * known, known * known]))
+            share = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(torch.finfo(v.dtype).tiny), 0.0)
+            v = v - share[:, owner] * known
+            variance = variance + self.ring[place, :n, some].square() @ v.square().t() * EVERY
+        if n == 0:
+            return variance
+        return (0.5 * variance + 0.5 * variance.mean(0)).sqrt_()
+
+    def rebase(self) -> None:
+        """Begin the sums anew."""
+        for slot in self.slots:
+            at = (slot.place, slice(0, slot.rows))
+            self.uses["credit"][at] = self.credits_of(slot)
+            self.uses["noted"][at] = 0.0
+        kept = self.memory.rebase()
+        by = self._columns(kept)
+        if self.sketcher.cut and self.slots:
+            some = slice(0, self.sketcher.cut, EVERY)
+            part = by[some] if isinstance(by, Tensor) else by
+            for slot in self.slots:
+                here = self.directions["paid"][slot.place]
+                here.add_(slot.epoch.paid[:, some]).div_(part)
+        self.ring.mul_(by)
+        for (i, _), t in self.apart.items():
+            t.values.mul_(float(kept[i]))
+        for e in self.epochs:
+            e.paid.zero_()
+            for table in e.tables.values():
+                table.zero_()
+        self.since = 0
+
+    def nbytes(self) -> int:
+        """Return the memory of the ring and its sums."""
+        held = [self.ring, *self.uses.values(), *self.directions.values()]
+        held += [x for t in self.apart.values() for x in (t.numbers, t.values)]
+        held += [x for e in self.epochs for x in (e.paid, *e.tables.values(), *(w for w in e.weights if w is not None))]
+        return sum(x.nbytes for x in held) + self.sketcher.nbytes()
+
+
+def contract(numbers: Tensor, values: Tensor, table: Tensor) -> Tensor:
+    """Return Σ values ∘ table[numbers], ``[n, k]``, for numbers ``[n, r]``, values ``[n, r, j]`` and a table ``[k, rows, j]``."""
+    return torch.stack([torch.einsum("nrj,nrj->n", values, one[numbers]) for one in table], 1)

@@ -1,0 +1,390 @@
+"""The tape: sees every torch function that the model calls, and taps those in which a parameter meets data.
+
+Which function it is decides the rule; which module called it does not matter. So heads that are applied outside of their
+module, raw parameters and custom norms are scored by the same few rules as ``nn.Linear``.
+
+*Sources* are parameters, and tensors made of parameters and constants alone (``W.T``, ``W.to(dtype)``, ``g * v / ‖v‖``).
+They are followed until they meet data; the per-sample gradients there are pulled back through their own graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from inrun.layers.gradients import Formed
+from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened, run_grad
+
+#: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
+#: the call treated like any other.
+RULES: dict[Any, Callable[..., Any]] = {}
+#: Functions that treat all entries of broadcast tensors alike.
+POINTWISE: set[Any] = set()
+
+#: Functions whose training mode mixes the samples on purpose: a score is what flows through a sample's own rows.
+STATISTICS = {F.batch_norm}
+
+_BACKWARD = {Tensor.backward, torch.autograd.backward}
+
+
+_run_backward = opened(torch.autograd.backward)
+
+
+def rule_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a rule for functions."""
+
+    def add(rule: Callable[..., Any]) -> Callable[..., Any]:
+        RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return add
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors of nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+class Known:
+    """Tensors by identity, held weakly."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Remember a tensor."""
+        refs, key = self._refs, id(tensor)
+        refs[key] = weakref.ref(tensor, lambda _: refs.pop(key, None))
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self._refs
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._refs.clear()
+
+
+class Tape(TorchFunctionMode):
+    """Taps one microbatch at a time, between :meth:`begin` and :meth:`end`."""
+
+    def __init__(self, model: nn.Module, leaves: Iterable[Leaf], bitwise: bool = False) -> None:
+        super().__init__()
+        self.model, self.bitwise = model, bitwise
+        #: For tests, which hold such rules against a reference in double precision.
+        self.own_in_double = False
+        self.leaves = list(leaves)
+        self.sources: dict[int, Source] = {}
+        self.constants: set[int] = set()
+        self.inputs, self.made = Known(), Known()
+        self.taps: list[Tap] = []
+        self.n = 0
+        self.probing = False
+        self.active = False
+        #: A backward runs: functions that are called now were called before, and are called again by checkpointing.
+        self.recomputing = False
+        self.recomputed: list[Tap] = []
+        #: Finds the layouts of taps that are not known when a backward begins, and knows those of earlier steps.
+        self.layouts: Any = None
+        self._counts: dict[Any, int] = {}
+        self._recounts: dict[Any, int] = {}
+        #: The strides between samples in the model's inputs, by storage.
+        self._strides: dict[int, int] = {}
+
+    # A microbatch
+
+    def begin(self, n: int) -> None:
+        """Begin a microbatch of n samples."""
+        self.n, self.active = n, True
+        self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
+        self.sources = {id(leaf.parameter): Source(leaf.parameter, (leaf,)) for leaf in self.leaves}
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
+        self.inputs.clear()
+        self.made.clear()
+
+    def end(self) -> None:
+        """Let go of everything that the microbatch made."""
+        self.taps, self.recomputed, self.sources, self.active = [], [], {}, False
+        self.inputs.clear()
+        self.made.clear()
+
+    def take_inputs(self, values: Any) -> None:
+        """Note tensors that are given to the model."""
+        for t in tensors_in(values):
+            if id(t) not in self.constants:
+                self.inputs.add(t)
+                if t.shape[:1] == (self.n,) and t.layout is torch.strided:
+                    self._strides[t.untyped_storage()._cdata] = t.stride(0)
+
+    # Functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, tapped if a source meets data in it."""
+        kwargs = kwargs or {}
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if self._meets_source(args, kwargs):
+            return self._tapped(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in STATISTICS:
+            self.pass_rows(out)
+        if isinstance(out, Tensor) and not out.requires_grad:
+            (self.inputs if self._depends(args, kwargs) else self.made).add(out)
+        elif isinstance(out, (tuple, list)):
+            for t in out:
+                if isinstance(t, Tensor) and not t.requires_grad:
+                    (self.inputs if self._depends(args, kwargs) else self.made).add(t)
+        return out
+
+    def _meets_source(self, args: Any, kwargs: Any) -> bool:
+        sources = self.sources
+        for a in args:
+            if id(a) in sources:
+                return True
+            if type(a) in (list, tuple) and any(id(x) in sources for x in a):
+                return True
+        return bool(kwargs) and any(id(t) in sources for t in tensors_in(kwargs))
+
+    def _depends(self, args: Any, kwargs: Any) -> bool:
+        return any(self.is_data(t) for t in tensors_in((args, kwargs)))
+
+    def is_data(self, t: Tensor) -> bool:
+        """Whether a tensor that is no source depends on the samples."""
+        if t.requires_grad:
+            return id(t) not in self.sources
+        if t in self.inputs:
+            return True
+        if t in self.made or id(t) in self.constants or id(t) in self.sources:
+            return False
+        return t.dim() > 0 and self.n in t.shape[:2]  # made before the step: data, if it has a row per sample
+
+    def owns(self, weight: Tensor) -> bool:
+        """Whether a rule may compute a weight gradient itself, from the per-sample gradients that it forms anyway.
+
+        In double precision it does not: next to parts in single precision, rounding of 1e-16 would become one of 1e-9.
+        """
+        if self.bitwise:
+            return False
+        source = self.sources.get(id(weight))
+        tensors = [weight] if source is None else [weight, *(leaf.parameter for leaf in source.leaves)]
+        return self.own_in_double or all(t.dtype != torch.float64 for t in tensors)
+
+    def source(self, t: Any) -> Source | None:
+        """Return the source that a tensor is, if any."""
+        return self.sources.get(id(t))
+
+    def _tapped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(tensors_in((args, kwargs)))
+        found = [s for t in given if (s := self.source(t)) is not None]
+        met = any(id(t) not in self.sources and self.is_data(t) for t in given)
+        leaves = tuple(dict.fromkeys(leaf for s in found for leaf in s.leaves))
+        if not any(leaf.reader for leaf in leaves):
+            return func(*args, **kwargs) if met else self._call_derived(func, args, kwargs, leaves)
+        rule = RULES.get(func)
+        if rule is not None:
+            out = rule(self, met, func, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if not met:
+            return self._call_derived(func, args, kwargs, leaves)
+        if func in POINTWISE:
+            return self._pointwise(func, args, kwargs)
+        return self.generic(func, args, kwargs)
+
+    def _call_derived(self, func: Any, args: Any, kwargs: Any, leaves: tuple[Leaf, ...]) -> Any:
+        out = func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__setitem__":
+            self.derive(args[0], leaves)
+        return self.derive(out, leaves)
+
+    def derive(self, out: Any, leaves: tuple[Leaf, ...]) -> Any:
+        """Note tensors that are made of parameters and constants; return them."""
+        for t in tensors_in(out):
+            if t.requires_grad and id(t) not in self.sources:
+                self.sources[id(t)] = Source(t, leaves)
+        return out
+
+    # Taps
+
+    def tap(
+        self, func: Any, rule: Rule, targets: list[Source], given: Iterable[Tensor], shape: torch.Size, constants: Any = None
+    ) -> Tap:
+        """Make a tap; its layout is the one known from earlier steps, if any."""
+        name = getattr(func, "__name__", str(func)).strip("_")
+        place = (name, *(leaf.index for s in targets for leaf in s.leaves))
+        counts = self._recounts if self.recomputing else self._counts
+        count = counts[place] = counts.get(place, -1) + 1
+        tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
+        tap.reads_inputs = any(
+            t.shape[:1] == (self.n,) and self._strides.get(t.untyped_storage()._cdata) == t.stride(0)
+            for t in given
+            if id(t) not in self.sources
+        )
+        tap.layout = self.layouts.known(tap, self.recomputing)
+        (self.recomputed if self.recomputing else self.taps).append(tap)
+        return tap
+
+    def observe(
+        self,
+        func: Any,
+        out: Tensor,
+        rule: Rule,
+        targets: list[Source],
+        given: Iterable[Tensor],
+        saved: tuple[Tensor, ...] = (),
+        constants: Any = None,
+    ) -> Tensor:
+        """Tap the output of a function."""
+        if not out.requires_grad:
+            return out
+        tap = self.tap(func, rule, targets, given, out.shape, constants)
+        result: Tensor = Observe.apply(out, tap, len(saved), *saved, *tap.probes())
+        tap.edge = get_gradient_edge(result)
+        return result
+
+    def spread(
+        self, func: Any, source: Source, shape: torch.Size, given: Iterable[Tensor], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Tap a source on its way into a function that broadcasts it to ``shape`` and works in ``dtype``."""
+        tap = self.tap(func, _rule_of_spread, [source], given, torch.Size(shape), source.tensor.shape)
+        dtype = dtype or source.tensor.dtype
+        result: Tensor = Spread.apply(source.tensor, torch.Size(shape), dtype, tap, *tap.probes())
+        tap.edge = get_gradient_edge(result)
+        return result
+
+    def _pointwise(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = list(tensors_in((args, kwargs)))
+        inside = getattr(func, "__name__", "")
+        in_place = inside == "__setitem__" or (inside.endswith("_") and not inside.endswith("__")) or inside.startswith("__i")
+        shape = args[0].shape if in_place else torch.broadcast_shapes(*(t.shape for t in given))
+        wide = [t for t in given if t.dim() > 0]
+        if any(t.dim() == 0 and t.dtype != wide[0].dtype for t in given if self.source(t)):
+            return self.generic(func, args, kwargs)  # a number of its own precision would become a tensor of it
+        dtype = wide[0].dtype if wide else given[0].dtype
+        for t in wide:
+            dtype = torch.promote_types(dtype, t.dtype)
+
+        def swapped(t: Any) -> Any:
+            s = self.source(t) if isinstance(t, Tensor) else None
+            return t if s is None or not s.scored else self.spread(func, s, shape, given, dtype)
+
+        return func(*[swapped(a) for a in args], **{k: swapped(v) for k, v in kwargs.items()})
+
+    def pass_rows(self, out: Tensor) -> None:
+        """Let a function that mixes samples hand gradients on row by row while the rows are read."""
+        node, tape = out.grad_fn, weakref.ref(self)
+        if node is not None:
+            node.register_hook(lambda new, old: (old[0], *new[1:]) if (t := tape()) is not None and t.probing else None)
+
+    def generic(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Tap a function without a rule: its own backward runs once per sample, on that sample's part of the gradient."""
+        given = list(tensors_in((args, kwargs)))
+        aliases: list[tuple[Source, Tensor]] = []
+
+        def alias(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                parts = [alias(v) for v in value]
+                return type(value)(parts) if type(value) in (list, tuple) else value
+            s = self.source(value) if isinstance(value, Tensor) else None
+            if s is None or not s.scored:
+                return value
+            other = value.view_as(value)
+            aliases.append((s, other))
+            return other
+
+        out = func(*[alias(a) for a in args], **{k: alias(v) for k, v in kwargs.items()})
+        targets, edges = [s for s, _ in aliases], [get_gradient_edge(a) for _, a in aliases]
+
+        def tapped(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if not value.requires_grad:
+                    self.inputs.add(value)
+                    return value
+                return self.observe(func, value, _rule_of_masks, targets, given, constants=(get_gradient_edge(value), edges))
+            if type(value) in (list, tuple):
+                return type(value)(tapped(v) for v in value)
+            if isinstance(value, tuple) and hasattr(value, "_make"):
+                return value._make(tapped(v) for v in value)
+            return value
+
+        return tapped(out)
+
+    # Backward
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Run a backward: layouts are found first; what checkpointing runs again is tapped, too."""
+        self.recomputing = True
+        with self:
+            self.layouts.find(self.taps)
+        loss, *rest = args
+        if func is Tensor.backward:  # (gradient, retain_graph, create_graph, inputs)
+            kwargs = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), rest, strict=False)) | kwargs
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
+            rest = []
+        with self:
+            _run_backward(loss, *rest, **kwargs)
+
+
+def _rule_of_spread(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
+    """Add up what arrives at an expanded tensor, sample by sample."""
+    return [Formed(sum_to(tap, b, tap.constants))]
+
+
+def sum_to(tap: Tap, b: Tensor, shape: torch.Size) -> Tensor:
+    """Sum ``b``, which lies like the tap's output, to one tensor of ``shape`` per sample, ``[n, *shape]``."""
+    layout = tap.layout
+    assert layout is not None, tap.name
+    n, sizes = layout.n, (1,) * (b.dim() - len(shape)) + tuple(shape)
+    if layout.kind == "all":
+        return b.sum_to_size(shape).unsqueeze(0)
+    split = 1 if layout.kind == "second" else 0
+    if layout.kind == "index" and all(size == 1 for size in sizes[: layout.lead]):
+        by_sample = layout.split(b, b.dim() - layout.lead)
+        sizes = (1, *sizes[layout.lead :])
+    elif layout.kind == "index" or sizes[split] != 1:  # the tensor has rows of samples itself
+        who = layout.owners(b.shape).to(b.device)
+        return torch.stack([(b * (who == j)).sum_to_size(shape) for j in range(n)])
+    elif layout.kind == "second":
+        by_sample, sizes = b.transpose(0, 1), (sizes[0], *sizes[2:])
+    elif layout.kind == "inside":
+        by_sample = b.unflatten(0, (-1, n)).transpose(0, 1)
+    elif b.shape[0] == n:
+        by_sample, sizes = b, sizes[1:]
+    else:
+        by_sample = b.unflatten(0, (n, -1))
+    over = [i + 1 for i, size in enumerate(sizes) if size == 1]
+    return (by_sample.sum(over) if over else by_sample).reshape(n, *shape)
+
+
+def _rule_of_masks(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
+    """Run the function's own backward on every sample's part of the gradient."""
+    out, inputs = tap.constants
+    layout = tap.layout
+    assert layout is not None, tap.name
+    who = layout.owners(b.shape).to(b.device)
+    found: list[list[Tensor]] = [[] for _ in inputs]
+    at_once = max(1, (1 << 24) // max(1, b.numel() * b.element_size()))
+    for low in range(0, layout.n, at_once):
+        samples = torch.arange(low, min(low + at_once, layout.n), device=b.device)
+        masks = samples.view(-1, *[1] * b.dim()) == who
+        with torch.enable_grad():
+            grads = run_grad([out], inputs, [b * masks], retain_graph=True, allow_unused=True, is_grads_batched=True)
+        for parts, g, source in zip(found, grads, tap.targets, strict=True):
+            parts.append(b.new_zeros(len(samples), *source.tensor.shape) if g is None else g)
+    return [Formed(torch.cat(parts)) for parts in found]

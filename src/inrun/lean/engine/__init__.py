@@ -1,1 +1,0 @@
-"""The engine: from the backward of a step to the credits of its samples."""

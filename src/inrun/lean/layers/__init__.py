@@ -1,3 +1,0 @@
-"""Per-sample gradients, by the functions that parameters meet data in. Importing registers the rules."""
-
-from inrun.lean.layers import embedding, functions, linear, norm  # noqa: F401

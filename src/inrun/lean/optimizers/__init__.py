@@ -1,8 +1,0 @@
-"""What optimizers do with gradients: one small rule per optimizer class."""
-
-from inrun.lean.optimizers import adam, scaled, sgd, signs  # noqa: F401 - register
-from inrun.lean.optimizers.lists import agree
-from inrun.lean.optimizers.registry import find_rule, register
-from inrun.lean.optimizers.rule import NO_MEMORY, GroupStep, Memory, UpdateRule
-
-__all__ = ["NO_MEMORY", "GroupStep", "Memory", "UpdateRule", "agree", "find_rule", "register"]
