@@ -1,0 +1,405 @@
+"""The processes that train together, and everything they tell each other.
+
+Every rank scores its own samples. Whatever must be the same on all ranks is a sum over them (:meth:`Processes.all_reduce_`), or
+is settled at a *barrier*: a block of local work after which the ranks tell each other where they are and whether it succeeded. An
+error on one rank is raised on all, by name. :class:`Processes` itself is one process alone, where nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inrun.errors import ConfigurationError, ProcessError, StepError
+from inrun.torch_private import default_store
+
+#: Bytes that are reduced at a time.
+BUCKET = 64 * 2**20
+#: Seconds between looks into the store, and seconds that other ranks are given to leave word there.
+POLL, PATIENCE = 0.05, 3.0
+#: Numbers the answers of rank 0; all ranks ask in the same order.
+_answers = itertools.count()
+#: Kinds of traffic in which every rank hands over its own part, and those that only rank 0 receives; all else is added up.
+GATHERED, HANDED = ("directions", "barriers", "messages"), ("parts for rank 0",)
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What the accountant exchanged in one step, beside what DDP or FSDP exchange, per rank.
+
+    ``payload`` are bytes handed to collectives, by what they are; ``calls`` is the number of collectives.
+    """
+
+    world: int
+    payload: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Return all bytes handed to collectives."""
+        return sum(self.payload.values())
+
+    @property
+    def wire(self) -> float:
+        """Return how many bytes a rank sends, by rings: 2(W−1)/W per byte of a sum, W−1 per byte of an all-gather."""
+        gathered, handed = (sum(self.payload.get(what, 0) for what in kind) for kind in (GATHERED, HANDED))
+        added = self.bytes - gathered - handed
+        return gathered * (self.world - 1) + handed * (self.world > 1) + added * 2 * (self.world - 1) / self.world
+
+
+class Processes:
+    """One process alone."""
+
+    rank, world = 0, 1
+    #: Whether parameters are split over the processes; whether a process is gone, so that nothing can be exchanged any more.
+    sharded = False
+    broken = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.world > 1
+
+    @contextlib.contextmanager
+    def barrier(self, where: str, step: int) -> Iterator[None]:
+        """Do local work, and go on only when every rank has done it; an error on one rank is raised on all."""
+        yield
+
+    def any(self, where: str, step: int, flag: bool) -> bool:
+        """Return whether something holds on some rank; a barrier."""
+        return flag
+
+    def all_reduce_(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Add tensors up over ranks, in place and in few calls; ``what`` is the name for :class:`Communication`."""
+
+    def all_reduce_mean_(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over ranks, in place."""
+        if self.several:
+            self.all_reduce_(what, tensors)
+            for x in tensors:
+                x.div_(self.world)
+
+    def all_reduced(self, what: str, x: Tensor) -> Tensor:
+        """Return a small tensor, added up over ranks."""
+        return x
+
+    def over_shards(self, x: Tensor) -> Tensor:
+        """Return what was added up over the entries of parameters that are here, over all their entries."""
+        return self.all_reduced("products of shards", x) if self.sharded else x
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Return a small plain object (JSON) of every rank."""
+        return [mine]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, on rank 0; nothing on the others."""
+        return [data]
+
+    def from_first(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0, however long it takes; return its plain result, or raise its error, on all ranks."""
+        return work()
+
+    def announce(self, error: BaseException) -> None:
+        """Leave word of an error for ranks that will miss this one."""
+
+    def explain(self, error: BaseException) -> ProcessError | None:
+        """Return who is missing, where an error is that of a broken connection."""
+        return None
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
+
+    def begin_step(self) -> None:
+        """Count what is exchanged from here on."""
+
+    def communication(self) -> Communication:
+        """Return what was exchanged since the last step began."""
+        return Communication(1)
+
+
+class Group(Processes):
+    """One process of several."""
+
+    def __init__(self, group: Any, device: torch.device, sharded: bool = False) -> None:
+        """``group`` is that over which gradients are averaged; sums are taken on ``device``, all else on the host."""
+        import torch.distributed as dist
+
+        self.sharded = sharded
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._dist, self._group = dist, group
+        gloo = "gloo" in dist.get_backend(group)
+        self._device = torch.device("cpu") if gloo and device.type == "cpu" else device
+        ranks = dist.get_process_group_ranks(group)
+        self._host = group if gloo else dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._payload: dict[str, int] = {}
+        self._calls = 0
+        #: Host and process id by rank.
+        self._homes = [("an unknown host", 0)] * self.world
+        self._homes = self.gather_objects((platform.node(), os.getpid()))
+
+    # Barriers
+
+    @contextlib.contextmanager
+    def barrier(self, where: str, step: int) -> Iterator[None]:
+        """Do local work, and go on only when every rank has done it; an error on one rank is raised on all."""
+        failure = None
+        try:
+            yield
+        except ProcessError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must know
+            failure = error
+        self._meet(where, step, failure)
+
+    def any(self, where: str, step: int, flag: bool) -> bool:
+        """Return whether something holds on some rank; a barrier."""
+        return any(self._meet(where, step, None, flag))
+
+    def _meet(self, where: str, step: int, failure: Exception | None, flag: bool = False) -> list[bool]:
+        found = self._gather([zlib.crc32(where.encode()), step, int(failure is not None), int(flag)])
+        if any(x[2] for x in found):
+            self._raise(where, step, failure)
+        if any(x[:2] != found[0][:2] for x in found):
+            places = self.gather_objects(f"{where} of step {step}")
+            raise ProcessError(
+                "the ranks came apart: " + ", ".join(f"rank {r} is at {place}" for r, place in enumerate(places)) + ". All ranks "
+                "must open, step and leave the same steps, with the same microbatches and optimizers."
+            )
+        return [bool(x[3]) for x in found]
+
+    def _raise(self, where: str, step: int, failure: Exception | None) -> None:
+        """Raise the error of this rank, or name those of others."""
+        texts = self.gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            failure.add_note(f"(rank {self.rank} of {self.world})")
+            raise failure
+        failed = "; ".join(f"rank {r}: {text}" for r, text in enumerate(texts) if text is not None)
+        raise StepError(f"{where} of step {step} failed on another rank, so nothing is recorded on any. {failed}")
+
+    # Sums
+
+    @torch.no_grad()
+    def all_reduce_(self, what: str, tensors: Sequence[Tensor]) -> None:
+        """Add tensors up over ranks, in place: one flat all-reduce per dtype and 64 MB."""
+        for bucket in _buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                self._reduce(what, bucket[0])
+                continue
+            flat = torch.cat([x.reshape(-1) for x in bucket])
+            self._reduce(what, flat)
+            parts = [part.view(x.shape) for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True)]
+            torch._foreach_copy_(bucket, parts)
+
+    def _reduce(self, what: str, x: Tensor) -> None:
+        sent = x if x.device.type == self._device.type else x.to(self._device)
+        self._call(what, x.nbytes, lambda: self._dist.all_reduce(sent, group=self._group))
+        if sent is not x:
+            x.copy_(sent)
+
+    def all_reduced(self, what: str, x: Tensor) -> Tensor:
+        """Return a small tensor, added up over ranks."""
+        found = x.detach().clone()
+        self.all_reduce_(what, [found])
+        return found
+
+    # Objects
+
+    def _gather(self, numbers: list[int]) -> list[list[int]]:
+        return self._all_gather("barriers", torch.tensor(numbers, dtype=torch.int64)).tolist()  # type: ignore[no-any-return]
+
+    def _all_gather(self, what: str, mine: Tensor) -> Tensor:
+        """Gather one-dimensional tensors of the host, ``[world, m]``."""
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        self._call(what, mine.nbytes, lambda: self._dist.all_gather(found, mine, group=self._host))
+        return torch.stack(found)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Return a small plain object (JSON) of every rank."""
+        # Not by all_gather_object, which unpickles whatever arrives.
+        sent, sizes = self._padded(json.dumps(mine).encode())
+        lines = self._all_gather("messages", sent)
+        return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
+
+    def _padded(self, data: bytes) -> tuple[Tensor, list[int]]:
+        sizes = [size for (size,) in self._gather([len(data)])]
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        return sent, sizes
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, on rank 0; nothing on the others."""
+        sent, sizes = self._padded(data)
+        found = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
+        first = self._dist.get_global_rank(self._host, 0)
+        self._call("parts for rank 0", sent.nbytes, lambda: self._dist.gather(sent, found, dst=first, group=self._host))
+        return [x[:size].numpy().tobytes() for x, size in zip(found or [], sizes, strict=False)]
+
+    def from_first(self, work: Callable[[], Any]) -> Any:
+        """Do something on rank 0, however long it takes; return its plain result, or raise its error, on all ranks.
+
+        The others look into the store: a collective would give up after its timeout.
+        """
+        key = f"inrun/answer/{next(_answers)}"
+        if self.rank == 0:
+            try:
+                found = work()
+            except BaseException as error:
+                self._answer_failed(key, error)
+                raise
+            default_store().set(key, json.dumps(found))
+            return found
+        try:
+            store = default_store()
+            while not store.check([key]):
+                if store.check([f"{key}/failed"]):
+                    text = store.get(f"{key}/failed").decode()
+                    store.set(f"{key}/heard/{self.rank}", "1")
+                    raise ProcessError(f"rank 0 failed: {text}")
+                time.sleep(POLL)
+            return json.loads(store.get(key))
+        except RuntimeError as error:
+            raise ProcessError(f"rank 0 did not answer: it died while rank {self.rank} waited for it ({error})") from error
+
+    def _answer_failed(self, key: str, error: BaseException) -> None:
+        """Tell why rank 0 failed, and wait a little until all have read it: the store may end with this process."""
+        with contextlib.suppress(Exception):
+            store, until = default_store(), time.monotonic() + PATIENCE
+            store.set(f"{key}/failed", f"{type(error).__name__}: {error}"[:2000])
+            heard = [f"{key}/heard/{rank}" for rank in range(1, self.world)]
+            while not store.check(heard) and time.monotonic() < until:
+                time.sleep(POLL)
+
+    # Counting
+
+    def count(self, what: str, nbytes: int) -> None:
+        """Count bytes that were exchanged elsewhere."""
+        self._payload[what] = self._payload.get(what, 0) + nbytes
+        self._calls += 1
+
+    def begin_step(self) -> None:
+        """Count what is exchanged from here on."""
+        self._payload, self._calls = {}, 0
+
+    def communication(self) -> Communication:
+        """Return what was exchanged since the last step began."""
+        return Communication(self.world, dict(self._payload), self._calls)
+
+    # Ranks that are gone
+
+    def _call(self, what: str, nbytes: int, collective: Callable[[], Any]) -> None:
+        if self.broken:
+            raise ProcessError("another process of the run is gone; nothing can be exchanged any more. Start the run again.")
+        self.count(what, nbytes)
+        try:
+            collective()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def announce(self, error: BaseException) -> None:
+        """Leave word of an error for ranks that will miss this one."""
+        with contextlib.suppress(Exception):
+            default_store().set(f"inrun/failed/{self.rank}", f"{type(error).__name__}: {error}"[:2000])
+
+    def explain(self, error: BaseException) -> ProcessError | None:
+        """Return who is missing, where an error is that of a broken connection (DDP's own reduction notices it first)."""
+        text = str(error).lower()
+        signs = ("connection", "timed out", "timeout", "socket", "broken pipe", "nccl", "peer")
+        if not isinstance(error, RuntimeError) or isinstance(error, ProcessError) or not any(s in text for s in signs):
+            return None
+        return self._lost(error)
+
+    def _lost(self, error: BaseException) -> ProcessError:
+        """Find out who did not come, by what the others leave in the store."""
+        self.broken = True
+        missing, failed = self._missing()
+        names = ", ".join(f"rank {r} (process {self._homes[r][1]} on {self._homes[r][0]})" for r in missing) or "some rank"
+        words = "".join(f" Rank {r} had failed: {text}." for r, text in failed.items())
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        return ProcessError(
+            f"{names} did not answer: it died, was stopped, or waits elsewhere.{words} This is rank {self.rank} of {self.world}; "
+            f"the step is not recorded. ({type(error).__name__}: {reason})"
+        )
+
+    def _missing(self) -> tuple[list[int], dict[int, str]]:
+        others = [r for r in range(self.world) if r != self.rank]
+        failed: dict[int, str] = {}
+        gone = others
+        try:
+            store = default_store()
+            store.set(f"inrun/here/{self.rank}", "1")
+            until = time.monotonic() + PATIENCE
+            while gone and time.monotonic() < until:
+                gone = [r for r in gone if not store.check([f"inrun/here/{r}"])]
+                time.sleep(POLL)
+            failed = {r: store.get(f"inrun/failed/{r}").decode() for r in others if store.check([f"inrun/failed/{r}"])}
+        except Exception:  # noqa: BLE001 - the store was perhaps the first rank's
+            gone = others
+        dead = [r for r in gone if self._homes[r][0] == platform.node() and not _is_alive(self._homes[r][1])]
+        return dead or gone, failed
+
+
+def _is_alive(process: int) -> bool:
+    """Return whether a process of this host runs; one that ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{process}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return not os.path.isdir("/proc/self")
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Put tensors of one dtype together, up to a size, in their order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in tensors:
+        if x.numel():
+            kinds.setdefault((x.dtype, x.device), []).append(x)
+    found: list[list[Tensor]] = []
+    for some in kinds.values():
+        size = BUCKET
+        for x in some:
+            if size + x.nbytes > BUCKET:
+                found.append([])
+                size = 0
+            found[-1].append(x)
+            size += x.nbytes
+    return found
+
+
+def find_processes(group: Any, device: torch.device, sharded: bool = False) -> Processes:
+    """Return the processes of a run.
+
+    Args:
+        group: The process group over which gradients are averaged; None where a model is not wrapped.
+        device: Where the parameters are.
+        sharded: Whether they are split over the processes.
+    """
+    import torch.distributed as dist
+
+    running = dist.is_available() and dist.is_initialized()
+    if group is None:
+        if running and dist.get_world_size() > 1:
+            raise ConfigurationError(
+                f"torch.distributed runs with {dist.get_world_size()} processes, but the model is neither wrapped in "
+                "DistributedDataParallel nor sharded by fully_shard. Give the Accountant the wrapper, or the module inside it with "
+                "Options(process_group=torch.distributed.group.WORLD). If every process trains a model of its own, give a group of "
+                "one: Options(process_group=torch.distributed.new_subgroups(1)[0])."
+            )
+        return Processes()
+    if not running:
+        raise ConfigurationError(
+            "process_group= is given, but torch.distributed is not initialised. Call init_process_group first."
+        )
+    if dist.get_world_size(group) <= 1 and not sharded:
+        return Processes()
+    return Group(group, device, sharded)
