@@ -192,9 +192,9 @@ def rounds_gradients(model: Any) -> Callable[[], bool]:
     return tell
 
 
-def fsdp_groups(model: nn.Module) -> list[Any]:
+def fsdp_groups(model: nn.Module, recurse: bool = True) -> list[Any]:
     """Return what ``fully_shard`` keeps of parameters that are gathered and reduced together."""
-    modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    modules: list[Any] = [m for m in (model.modules() if recurse else (model,)) if hasattr(m, "_get_fsdp_state")]
     return [g for m in modules for g in _groups_of(m._get_fsdp_state())]
 
 
@@ -205,13 +205,13 @@ def _groups_of(state: Any) -> list[Any]:
     return list(found)
 
 
-def fsdp_parameters(model: nn.Module) -> dict[nn.Parameter, Callable[[], Any]]:
+def fsdp_parameters(model: nn.Module, recurse: bool = True) -> dict[nn.Parameter, Callable[[], Any]]:
     """Return the parameters that ``fully_shard`` split, each with what tells the one that stands for it while it is whole."""
 
     def unsharded(held: Any) -> Callable[[], Any]:
         return lambda: getattr(held, "_unsharded_param", None)
 
-    return {held.sharded_param: unsharded(held) for g in fsdp_groups(model) for held in g.fsdp_params}
+    return {held.sharded_param: unsharded(held) for g in fsdp_groups(model, recurse) for held in g.fsdp_params}
 
 
 @contextlib.contextmanager

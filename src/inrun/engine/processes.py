@@ -80,19 +80,16 @@ class Processes:
         """Return whether something holds on some rank; a barrier."""
         return flag
 
-    def all_reduce_(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Add tensors up over ranks, in place and in few calls; ``what`` is the name for :class:`Communication`."""
-
-    def all_reduce_mean_(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over ranks, in place."""
-        if self.several:
-            self.all_reduce_(what, tensors)
-            for x in tensors:
-                x.div_(self.world)
+    def all_reduce_(self, what: str, tensors: Sequence[Tensor], mean: bool = False) -> None:
+        """Add up or average tensors over ranks, in place and in few calls; ``what`` is the name for :class:`Communication`."""
 
     def all_reduced(self, what: str, x: Tensor) -> Tensor:
         """Return a small tensor, added up over ranks."""
         return x
+
+    def all_gather(self, what: str, mine: Tensor) -> Tensor:
+        """Return vectors of equal length of every rank, ``[world, m]``."""
+        return mine.unsqueeze(0)
 
     def over_shards(self, x: Tensor) -> Tensor:
         """Return what was added up over the entries of parameters that are here, over all their entries."""
@@ -190,22 +187,24 @@ class Group(Processes):
     # Sums
 
     @torch.no_grad()
-    def all_reduce_(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Add tensors up over ranks, in place: one flat all-reduce per dtype and 64 MB."""
+    def all_reduce_(self, what: str, tensors: Sequence[Tensor], mean: bool = False) -> None:
+        """Add up or average tensors over ranks, in place: one flat all-reduce per dtype and 64 MB."""
         for bucket in _buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                self._reduce(what, bucket[0])
+                self._reduce(what, bucket[0], mean)
                 continue
             flat = torch.cat([x.reshape(-1) for x in bucket])
-            self._reduce(what, flat)
+            self._reduce(what, flat, mean)
             parts = [part.view(x.shape) for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True)]
             torch._foreach_copy_(bucket, parts)
 
-    def _reduce(self, what: str, x: Tensor) -> None:
+    def _reduce(self, what: str, x: Tensor, mean: bool) -> None:
         sent = x if x.device.type == self._device.type else x.to(self._device)
         self._call(what, x.nbytes, lambda: self._dist.all_reduce(sent, group=self._group))
         if sent is not x:
             x.copy_(sent)
+        if mean:
+            x.div_(self.world)
 
     def all_reduced(self, what: str, x: Tensor) -> Tensor:
         """Return a small tensor, added up over ranks."""
@@ -213,22 +212,28 @@ class Group(Processes):
         self.all_reduce_(what, [found])
         return found
 
+    def all_gather(self, what: str, mine: Tensor) -> Tensor:
+        """Return vectors of equal length of every rank, ``[world, m]``."""
+        return self._all_gather(what, mine, self._group)
+
     # Objects
 
     def _gather(self, numbers: list[int]) -> list[list[int]]:
-        return self._all_gather("barriers", torch.tensor(numbers, dtype=torch.int64)).tolist()  # type: ignore[no-any-return]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return self._all_gather("barriers", mine, self._host).tolist()  # type: ignore[no-any-return]
 
-    def _all_gather(self, what: str, mine: Tensor) -> Tensor:
-        """Gather one-dimensional tensors of the host, ``[world, m]``."""
-        found = [torch.empty_like(mine) for _ in range(self.world)]
-        self._call(what, mine.nbytes, lambda: self._dist.all_gather(found, mine, group=self._host))
-        return torch.stack(found)
+    def _all_gather(self, what: str, mine: Tensor, group: Any) -> Tensor:
+        found = torch.empty(self.world * len(mine), dtype=mine.dtype, device=mine.device)
+        # The second name is the first's in releases up to 2.12.
+        gather = getattr(self._dist, "all_gather_single", None) or self._dist.all_gather_into_tensor
+        self._call(what, mine.nbytes, lambda: gather(found, mine, group=group))
+        return found.view(self.world, -1)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Return a small plain object (JSON) of every rank."""
         # Not by all_gather_object, which unpickles whatever arrives.
         sent, sizes = self._padded(json.dumps(mine).encode())
-        lines = self._all_gather("messages", sent)
+        lines = self._all_gather("messages", sent, self._host)
         return [json.loads(bytes(line[:size].tolist())) for line, size in zip(lines, sizes, strict=True)]
 
     def _padded(self, data: bytes) -> tuple[Tensor, list[int]]:
@@ -359,10 +364,12 @@ def _is_alive(process: int) -> bool:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Put tensors of one dtype together, up to a size, in their order."""
+    """Put tensors of one dtype together, up to a size, in their order; one that is there twice is taken once."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    seen: set[tuple[int, torch.Size]] = set()
     for x in tensors:
-        if x.numel():
+        if x.numel() and (x.data_ptr(), x.shape) not in seen:
+            seen.add((x.data_ptr(), x.shape))
             kinds.setdefault((x.dtype, x.device), []).append(x)
     found: list[list[Tensor]] = []
     for some in kinds.values():

@@ -66,6 +66,11 @@ class Leaf:
     name: str
     parameter: Tensor
     reader: Reader | None = None
+    #: The tensor that the model calls functions with: the parameter, or a whole one that stands for a split one.
+    tensor: Tensor = field(default=None)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.tensor = self.parameter if self.tensor is None else self.tensor
 
 
 @dataclass(eq=False)
@@ -78,7 +83,7 @@ class Source:
     @property
     def is_leaf(self) -> bool:
         """Whether it is a parameter itself."""
-        return len(self.leaves) == 1 and self.leaves[0].parameter is self.tensor
+        return len(self.leaves) == 1 and self.leaves[0].tensor is self.tensor
 
     @property
     def scored(self) -> bool:
@@ -159,7 +164,7 @@ class Tap:
         if source.is_leaf and readers[0].keep(gradient, self):
             return [None for _ in readers[0].probes(self)], gradient.total() if total else None
         collectors = [r.collect(gradient.n, self) for r in readers]
-        parameters = [leaf.parameter for leaf in source.leaves if leaf.reader is not None]
+        parameters = [leaf.tensor for leaf in source.leaves if leaf.reader is not None]
         added: Tensor | None = None
         for low, high, g in gradient.chunks():
             if total:

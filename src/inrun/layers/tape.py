@@ -110,7 +110,7 @@ class Tape(TorchFunctionMode):
         """Begin a microbatch of n samples."""
         self.n, self.active = n, True
         self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
-        self.sources = {id(leaf.parameter): Source(leaf.parameter, (leaf,)) for leaf in self.leaves}
+        self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in self.leaves}
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
         self.inputs.clear()
@@ -182,7 +182,7 @@ class Tape(TorchFunctionMode):
         if self.bitwise:
             return False
         source = self.sources.get(id(weight))
-        tensors = [weight] if source is None else [weight, *(leaf.parameter for leaf in source.leaves)]
+        tensors = [weight] if source is None else [weight, *(leaf.tensor for leaf in source.leaves)]
         return self.own_in_double or all(t.dtype != torch.float64 for t in tensors)
 
     def source(self, t: Any) -> Source | None:

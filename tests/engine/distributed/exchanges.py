@@ -21,7 +21,7 @@ def sums(rank: int, world: int) -> Any:
     p.begin_step()
     p.all_reduce_("x", tensors)
     mean = torch.full((2,), float(rank))
-    p.all_reduce_mean_("y", [mean])
+    p.all_reduce_("y", [mean, mean], mean=True)
     return [*[x.tolist() for x in tensors], mean.tolist(), p.communication().payload, p.communication().calls]
 
 
