@@ -139,7 +139,7 @@ class Accountant:
     def coverage(self) -> Coverage:
         """Return which parameters are scored."""
         scored = {s.name for s in self._run.parameters.scored}
-        rows = [CoverageRow(name, name in scored, p.numel()) for name, p in self.model.named_parameters() if p.requires_grad]
+        rows = [CoverageRow(leaf.name, leaf.name in scored, leaf.parameter.numel()) for leaf in self._run.parameters.leaves]
         return Coverage(tuple(rows))
 
     # Results
@@ -186,7 +186,7 @@ class Accountant:
         self.closed = True
         for hook in self._hooks:
             hook.remove()
-        self._run.layouts.close()
+        self._run.layouts.end()
         for leaf in self._run.parameters.leaves:
             leaf.reader = None
         _attached.pop(self.model, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from inrun.layers.layout import Layout
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape, tensors_in
 
+log = logging.getLogger("inrun")
 #: A tap's layout is believed for new shapes once it was read for so many.
 SEEN = 3
 
@@ -23,32 +25,37 @@ class Layouts:
     """Hooks on the model note its inputs and outputs; :meth:`find` reads what is not known when a backward begins."""
 
     def __init__(self, tape: Tape, model: nn.Module) -> None:
-        self.tape = tape
+        self.tape, self.model = tape, model
         self.samples = Samples(0)
         #: By tap: the name of its layout, and the shapes it was read for.
         self._names: dict[Any, tuple[str, set[Any]]] = {}
         self._made: dict[Any, Layout | None] = {}
         self._outputs: list[Tensor] = []
         self._fresh = True
-        self._hooks = [
-            model.register_forward_pre_hook(self._called, with_kwargs=True),
-            model.register_forward_hook(self._returned),
-        ]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks: list[Any] = []
+        self._told = False
 
     def begin(self, samples: Samples, fresh: bool) -> None:
         """Begin a microbatch; ``fresh`` reads all layouts again."""
         if samples.documents is not None or samples != self.samples:
             self._made.clear()
-        self.samples, self._fresh, self._outputs = samples, fresh, []
+        self.end()
+        self.samples, self._fresh = samples, fresh
+        # Between microbatches the model has no hooks of ours: what is compiled of it then does not know of them.
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._called, with_kwargs=True),
+            self.model.register_forward_hook(self._returned),
+        ]
+        if fresh and not self._told and any(is_compiled(m) for m in self.model.modules()):
+            self._told = True
+            log.info("the model is compiled: it runs eagerly inside scored steps, and compiled everywhere else")
 
     def end(self) -> None:
-        """Let go of the graph."""
+        """Let go of the graph, and remove the hooks."""
         self._outputs = []
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.tape.active:
@@ -109,6 +116,11 @@ class Layouts:
                 f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and no gradient reached it when its rows were read. "
                 "Call loss.backward() inside the step."
             )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 def _static(layout: Layout, samples: Samples) -> bool:

@@ -75,6 +75,7 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
+        name = name.replace("_orig_mod.", "")  # what torch.compile puts in
         leaf = Leaf(len(leaves), name, p)
         leaves.append(leaf)
         named = patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

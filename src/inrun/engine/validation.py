@@ -64,14 +64,13 @@ class Validation:
     def gradients(self, parameters: Sequence[Tensor], step: int, move: Sequence[Tensor | None] | None = None) -> Gradients:
         """Return losses and gradients; ``.grad`` is not touched.
 
-        With ``move`` d they are ∇ℓ + ½ H d, by differentiating ⟨∇ℓ, d⟩ once more, with attention on the MATH backend.
+        With ``move`` d they are ∇ℓ + ½ H d, by differentiating ⟨∇ℓ, d⟩ once more.
         """
         labels: list[Label] = []
         losses: list[Tensor] = []
         found: list[Sequence[Tensor | None]] = []
         for name in self.names:
-            twice = contextlib.nullcontext() if move is None else torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-            with self._quiet(name, step), torch.enable_grad(), twice:
+            with self._quiet(name, step), torch.enable_grad(), contextlib.nullcontext() if move is None else twice_differentiable():
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(
@@ -182,6 +181,13 @@ def _with_curvature(
             f'validation {name!r} cannot be differentiated twice ({error}). Take method="first" or "whole", which need no Hessian.'
         ) from error
     return [None if g is None else g if h is None else torch.add(g, h, alpha=0.5) for g, h in zip(plain, bend, strict=True)]
+
+
+@contextlib.contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Let the block's forward be differentiable twice: compiled code and most kernels of attention are not."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from inrun.errors import StepError
 from inrun.layers.gradients import Formed
 from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened, run_grad
 
@@ -57,6 +59,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
+
+
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Let compiled code run eagerly from now on, until the result's ``__exit__`` is called."""
+    try:
+        if not torch.compiler.is_compiling():
+            return torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # torch refuses in what compiled code calls
+        pass
+    raise StepError("a step began inside compiled code. Open accountant.step() outside of the function that is compiled.")
 
 
 class Known:
@@ -103,11 +115,13 @@ class Tape(TorchFunctionMode):
         self._recounts: dict[Any, int] = {}
         #: The strides between samples in the model's inputs, by storage.
         self._strides: dict[int, int] = {}
+        self._stance: AbstractContextManager[Any] | None = None
 
     # A microbatch
 
     def begin(self, n: int) -> None:
-        """Begin a microbatch of n samples."""
+        """Begin a microbatch of n samples. Compiled code calls no torch functions, so it runs eagerly until :meth:`end`."""
+        self._stance = run_eagerly()
         self.n, self.active = n, True
         self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
         self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in self.leaves}
@@ -121,6 +135,9 @@ class Tape(TorchFunctionMode):
         self.taps, self.recomputed, self.sources, self.active = [], [], {}, False
         self.inputs.clear()
         self.made.clear()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
     def take_inputs(self, values: Any) -> None:
         """Note tensors that are given to the model."""
