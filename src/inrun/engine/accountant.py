@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from inrun.analysis import Summary, summarise
-from inrun.engine.move import Mover
-from inrun.engine.options import Coverage, CoverageRow, audit_due
-from inrun.engine.parameters import Parameters, find_parameters, table_places
+from inrun.analysis import Summary, summarise, summarise_run
+from inrun.engine.description import accountant_html, describe_accountant
+from inrun.engine.hooks import OptimizerHooks
+from inrun.engine.options import Coverage, CoverageRow, Options, audit_due
 from inrun.engine.record import StepResult
 from inrun.engine.run import Run
-from inrun.engine.scorer import FirstScorer, Scorer, WholeScorer
-from inrun.engine.sketch import Sketcher, default_size, make_plans
+from inrun.engine.setup import check_arguments, make_setup
 from inrun.engine.step import Step
-from inrun.engine.validation import Loss, Validation
-from inrun.errors import ConfigurationError, LedgerError, OptimizerError, StepError
+from inrun.engine.validation import Loss
+from inrun.engine.whole import WholeScorer
+from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
 from inrun.ledger.live import live_reader
-from inrun.optimizers import UpdateRule, find_rule
+from inrun.ledger.record import SettledCredits, StepRecord
+
+if TYPE_CHECKING:
+    from inrun.fidelity import FidelityReport
+    from inrun.figures import Plots
 
 log = logging.getLogger("inrun")
-METHODS = ("whole", "step", "first", "second")
 #: Models that have an accountant.
 _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
@@ -41,15 +45,18 @@ class Accountant:
     Args:
         model: The module whose forward you call.
         optimizer: Its optimizer, or a list of optimizers.
-        validation: One callable ``model -> loss``, or several by name. A vector of m losses asks for one score per point.
-        method: "whole" (credit through the optimizer's memory), "step" (the step's own share of the real update), "first" and "second"
-            (Theorems 1 and 2 of the paper, with its SGD proxy).
-        sketch: Numbers per sample; None chooses by model size, "exact" keeps every entry of the gradients.
-        ledger: A folder, an ``inrun.Ledger``, or None for memory.
+        validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the step
+            number too. A vector of m losses asks for one score per point.
+        method: "whole" (credit through the optimizer's memory), "step" (the step's own share of the real update), "first" and
+            "second" (Theorems 1 and 2 of the paper, with its SGD proxy).
+        sketch: Numbers kept per sample until its credit is settled; None chooses by model size, "exact" keeps every entry of
+            its gradient.
+        ledger: A folder, an ``inrun.Ledger``, an object with ``write(record)``, or None for memory.
         parameters: Patterns of parameter names to score; None scores all that the optimizers have.
-        audit_every: Steps between audits; None audits often at first, then every 50th step.
-        check_rows: Read from the graph which rows belong to which sample.
+        audit_every: Steps between audits; None audits often at first, then every 50th step; 0 never.
+        check_rows: Read from the graph, on first steps, new shapes and audits, which rows belong to which sample.
         bitwise: Leave every gradient of the model to the framework, so that training is bit for bit the same.
+        options: :class:`inrun.Options`, everything an expert may need once.
     """
 
     def __init__(
@@ -64,50 +71,32 @@ class Accountant:
         audit_every: int | None = None,
         check_rows: bool = True,
         bitwise: bool = False,
+        options: Options | None = None,
     ) -> None:
-        if method not in METHODS:
-            raise ConfigurationError(f"method is {method!r}. Accepted are {', '.join(map(repr, METHODS))}.")
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module.")
+        flags = {"check_rows": check_rows, "bitwise": bitwise}
+        optimizers = check_arguments(model, optimizer, method, sketch, ledger, audit_every, flags)
         if model in _attached:
             raise ConfigurationError("this model already has an accountant. Close it before making another.")
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        if ledger is not None and not isinstance(ledger, (str, os.PathLike)) and not callable(getattr(ledger, "write", None)):
-            raise ConfigurationError(f"ledger is {type(ledger).__name__}. Give a folder, an inrun.Ledger, or None for memory.")
-        self.model, self.method, self.check_rows = model, method, check_rows
-        self._audit_every = audit_every
-        found = find_parameters(model, optimizers, parameters)
-        rules = [find_rule(o) if method in ("whole", "step") else UpdateRule() for o in optimizers]
-        scorer = _make_scorer(method, model, found, Validation(model, validation), rules, sketch)
+        self.model, self.method, self.options = model, method, options or Options()
+        setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode)
+        self._schedule = (audit_every, check_rows)
+        self._run = Run(model, optimizers, setup.parameters, setup.scorer, setup.mover, bitwise, self._write)
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
-        self._run = Run(model, optimizers, found, scorer, Mover(found, rules), bitwise, self._write)
-        self.ledger: LedgerWriter = (
-            MemoryLedger(self.about())
-            if ledger is None
-            else Ledger(os.fspath(ledger), about=self.about())
-            if isinstance(ledger, (str, os.PathLike))
-            else ledger
-        )
-        if isinstance(scorer, WholeScorer):
-            scorer.inherit(optimizers)
-        self._hooks = [hook for i, o in enumerate(optimizers) for hook in self._hook(i, o)]
+        self.ledger: LedgerWriter = self._open_ledger(ledger)
+        self._hooks = OptimizerHooks(optimizers, self._run)
+        # An accountant that is forgotten lets go of the model.
+        self._detach = weakref.finalize(self, _detach, self._run, self._hooks)
+        self._detach.atexit = False
         _attached[model] = None
-        self.closed = False
 
-    def _hook(self, index: int, optimizer: torch.optim.Optimizer) -> list[Any]:
-        run = self._run
+    def _open_ledger(self, ledger: LedgerWriter | str | os.PathLike[str] | None) -> LedgerWriter:
+        if ledger is None:
+            return MemoryLedger(self.about())
+        if isinstance(ledger, (str, os.PathLike)):
+            return Ledger(os.fspath(ledger), about={**self.about(), **self.options.about})
+        return ledger
 
-        def before(*_: Any) -> None:
-            if run.open_step is not None:
-                run.open_step.before_optimizer(index)
-
-        def after(*_: Any) -> None:
-            if run.open_step is not None:
-                run.open_step.after_optimizer(index)
-
-        return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-    def _write(self, record: Any) -> None:
+    def _write(self, record: StepRecord) -> None:
         self.ledger.write(record)
 
     # Steps
@@ -115,25 +104,60 @@ class Accountant:
     def step(self, ids: Any = None) -> Step:
         """Observe one optimizer step: ``with accountant.step(ids):`` around forward, backward and ``optimizer.step()``.
 
-        ``ids`` are integers, one per batch row, or one per position ``[n, t]`` of packed documents (−1 for padding). Without ids, open
-        ``step.microbatch(ids)`` around each forward and backward.
+        ``ids`` are integers, one per batch row, or one per position ``[n, t]`` of packed documents (−1 for padding). Without ids,
+        open ``step.microbatch(ids)`` around each forward and backward.
         """
         if self.closed:
             raise StepError("this accountant is closed. Make a new one.")
-        audited = audit_due(self._run.steps_done, self._audit_every)
-        return Step(self._run, ids, audited, fresh=self.check_rows and audited)
+        every, check_rows = self._schedule
+        audited = audit_due(self._run.steps_done, every)
+        return Step(self._run, ids, audited, fresh=check_rows and audited, begin=self._hooks.go_last)
 
     @property
     def last(self) -> StepResult:
-        """Return the result of the last finished step."""
-        if self._run.last is None:
+        """Return the result of the last finished step; waits for it."""
+        self._run.history.flush()
+        if self._run.history.last is None:
             raise StepError("no step has finished yet.")
-        return self._run.last
+        return self._run.history.last
 
     @property
     def steps_done(self) -> int:
-        """Return how many steps were recorded."""
+        """Return how many steps were recorded, which is the number of the next one."""
         return self._run.steps_done
+
+    @property
+    def open_step(self) -> Step | None:
+        """Return the step that is open, if any."""
+        return self._run.open_step
+
+    def seek(self, step: int) -> None:
+        """Go on as if this were the next step (for replays of a recorded run)."""
+        self._run.steps_done = step
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the model run unobserved for the time of the block, inside a step or not."""
+        with self._run.tape.paused():
+            yield
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the model and its optimizers alone for the time of the block, so that another accountant may have them."""
+        if self._run.open_step is not None:
+            raise StepError("a step is open. Leave it first.")
+        _attached.pop(self.model, None)
+        try:
+            yield
+        finally:
+            _attached[self.model] = None
+
+    # What a run says
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers."""
+        return list(self._run.optimizers)
 
     @property
     def coverage(self) -> Coverage:
@@ -142,60 +166,157 @@ class Accountant:
         rows = [CoverageRow(leaf.name, leaf.name in scored, leaf.parameter.numel()) for leaf in self._run.parameters.leaves]
         return Coverage(tuple(rows))
 
-    # Results
-
-    @property
-    def _reader(self) -> LedgerReader | MemoryLedger:
-        if isinstance(self.ledger, (MemoryLedger, Ledger)):
-            return self.ledger if isinstance(self.ledger, MemoryLedger) else live_reader(self.ledger)  # type: ignore[arg-type, return-value]
-        raise LedgerError("this accountant writes to an object of yours; ask it.")
-
-    def scores(self, validation: str | None = None, top: int | None = None, bottom: int | None = None) -> Any:
-        """Return one row per sample and validation set, as an Arrow table."""
-        return self._reader.scores(validation=validation, top=top, bottom=bottom)  # type: ignore[call-arg]
-
-    def summary(self) -> Summary:
-        """Return what the accounts say of the run so far."""
-        update = "sgd" if self.method in ("first", "second") else "realised"
-        return summarise(self._reader.accounts(), self.method, update, "whole" if self.method == "whole" else "step")
-
     def about(self) -> dict[str, Any]:
         """Return what ``run.json`` says of the run."""
         scorer = self._run.scorer
         return {
             "method": self.method,
-            "update": "sgd" if self.method in ("first", "second") else "realised",
-            "credit": "whole" if self.method == "whole" else "step",
             **({"sketch": scorer.sketcher.size} if isinstance(scorer, WholeScorer) else {}),
             "validation": scorer.validation.names,
             "optimizers": [type(o).__name__ for o in self._run.optimizers],
             "model": type(self.model).__name__,
-            "parameters": sum(s.parameter.numel() for s in self._run.parameters.scored),
+            "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "coverage": {"share": self.coverage.scored_share},
         }
+
+    def open_credits(self, together: bool = False) -> list[SettledCredits]:
+        """Return the credit so far of uses whose window is open, as if they were settled now.
+
+        Args:
+            together: Of all processes, which must all ask; else of this process's samples.
+        """
+        self._run.history.flush()
+        return self._run.credits_on_host(self._run.scorer.open_credits())
+
+    def scores(
+        self,
+        validation: Any = None,
+        view: str = "plain",
+        *,
+        top: int | None = None,
+        bottom: int | None = None,
+        by: str | None = None,
+        together: bool = False,
+    ) -> Any:
+        """Return one row per sample and validation set as an Arrow table.
+
+        ``score`` is the credit so far, ``step_score`` the sum of the steps' own parts, ``pending`` the number of uses whose
+        window is open.
+
+        Args:
+            validation: A set, several, or None for all.
+            view: How a use is seen: one of :data:`inrun.ledger.scores.VIEWS`.
+            top: Only so many highest scores of every set, the highest first.
+            bottom: Only so many lowest, the lowest first.
+            by: A column of the registered samples: one row per ``group`` and set.
+            together: All processes ask at once.
+        """
+        asked = {"validation": validation, "view": view, "top": top, "bottom": bottom, "by": by}
+        scores = self._readable("scores")
+        credits = self.open_credits(together)
+        if isinstance(self.ledger, (LedgerReader, MemoryLedger)):
+            return scores(**asked, open_credits=credits)
+        if asked != {"validation": None, "view": "plain", "top": None, "bottom": None, "by": None}:
+            raise LedgerError(f"the ledger {type(self.ledger).__name__} answers scores() alone; arguments are for inrun's own ledgers.")
+        return scores()
+
+    def _readable(self, what: str) -> Callable[..., Any]:
+        found = getattr(self.ledger, what, None)
+        if found is None:
+            raise LedgerError(f"the ledger {type(self.ledger).__name__} only writes. Ask the place it writes to.")
+        self._run.history.flush()
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def plot(self) -> Plots:
+        """Return the figures: ``plot.groups()``, ``.samples()``, ``.over_time()``, ``.agreement(a, b)``, ``.books()``."""
+        from inrun.figures import Plots
+
+        return Plots(lambda: live_reader(self.ledger, self.open_credits()))
+
+    def summary(self) -> Summary:
+        """Return what the accounts say of the run so far; ``print`` shows a page per validation set."""
+        uses = getattr(self.ledger, "uses", None)
+        accounts = self._readable("accounts")
+        if isinstance(self.ledger, LedgerReader):
+            return summarise_run(self.ledger)
+        credit, update = ("whole", "realised") if self.method == "whole" else ("step", "realised" if self.method == "step" else "sgd")
+        return summarise(accounts(), self.method, update, credit, uses() if callable(uses) else None)
 
     def held_bytes(self) -> int:
         """Return the memory that scoring holds between steps, in bytes."""
-        return self._run.scorer.nbytes()
+        return self._run.scorer.nbytes() + self._run.mover.nbytes()
+
+    def validation_loss(self, name: str | None = None) -> tuple[str, Callable[[nn.Module], Tensor]]:
+        """Return the name of a validation set (default: the first) and its loss at the next step as a function of any model."""
+        return self._run.scorer.validation.function(name, self.steps_done)
+
+    def fidelity(self, sample_losses: Callable[[nn.Module], Tensor], **options: Any) -> FidelityReport:
+        """Compare methods with the Shapley values of the next step; see :func:`inrun.fidelity.beside`."""
+        from inrun.fidelity import beside
+
+        return beside(self, sample_losses, **options)
+
+    def save(self, folder: str) -> None:
+        """Write the contributions and accounts held in memory to a folder, as a ledger."""
+        if not isinstance(self.ledger, MemoryLedger):
+            raise LedgerError(f"the ledger {type(self.ledger).__name__} is not held in memory; it has its own place.")
+        self._run.history.flush()
+        self.ledger.save(folder, {**self.about(), "steps": self.steps_done})
+
+    # Going on later
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: nested dictionaries and lists of plain data and tensors."""
+        if self._run.open_step is not None:
+            raise StepError("a step is open. Take the state between two steps.")
+        state = self._run.state_dict()
+        mark = getattr(self.ledger, "mark", None)
+        return {"version": 2, "method": self.method, "ledger": mark() if callable(mark) else None, **state}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a saved state."""
+        (one,) = [state] if isinstance(state, Mapping) else list(state)
+        if one.get("version") != 2:
+            raise ConfigurationError(f"the state has version {one.get('version')!r}; this release reads version 2.")
+        if one["method"] != self.method:
+            raise ConfigurationError(f'the saved run used method="{one["method"]}", this accountant has "{self.method}".')
+        self._run.load_state_dict(dict(one))
 
     # The end
 
-    def close(self) -> None:
-        """Settle what is open, write it, and leave model and optimizers as they were."""
+    def close(self, settle: bool = True) -> None:
+        """Settle what is open, write it, and leave model and optimizers as they were. Scores stay readable.
+
+        ``settle=False`` leaves open uses to a run that goes on from a saved state.
+        """
         if self.closed:
             return
-        self.closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._run.layouts.end()
-        for leaf in self._run.parameters.leaves:
-            leaf.reader = None
-        _attached.pop(self.model, None)
-        settled = self._run.settled(self._run.scorer.settle_all(), self._run.labels)
-        settle = getattr(self.ledger, "settle", None)
-        if settled and callable(settle):
-            settle(settled)
-        if self._owns_ledger:
-            self.ledger.close()  # type: ignore[attr-defined]
+        history = self._run.history
+        try:
+            if history.failed is None:
+                history.flush()
+                settled = self._run.settle_all() if settle else []
+                cut = [float(s.paid.mean()) for s in settled if len(s.paid) and s.paid.mean() < 0.99]
+                if cut:
+                    log.info(
+                        "inrun: the uses of the last %d steps are settled before their window has passed: %.0f %% of their push was paid",
+                        len(cut),
+                        100 * sum(cut) / len(cut),
+                    )
+                write = getattr(self.ledger, "settle", None)
+                if settled and callable(write):
+                    write(settled)
+        finally:
+            self._detach()
+            _attached.pop(self.model, None)
+            if self._owns_ledger and isinstance(self.ledger, Ledger):
+                self.ledger.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has let go of the model."""
+        return not self._detach.alive
 
     def __enter__(self) -> Accountant:
         return self
@@ -203,25 +324,15 @@ class Accountant:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        return describe_accountant(self)
 
-def _make_scorer(
-    method: str, model: nn.Module, parameters: Parameters, validation: Validation, rules: list[UpdateRule], sketch: int | str | None
-) -> Scorer:
-    if method in ("first", "second"):
-        return FirstScorer(parameters, validation, rules, second=method == "second")
-    if sketch is not None and sketch != "exact" and not (isinstance(sketch, int) and not isinstance(sketch, bool) and sketch >= 1):
-        raise ConfigurationError(
-            f'sketch is {sketch!r}. Give a number of numbers per sample, "exact", or None to choose by model size.'
-        )
-    if method == "whole":
-        for s, rule in ((s, rules[s.optimizer]) for s in parameters.scored):
-            if type(rule).memory is UpdateRule.memory:
-                raise OptimizerError(
-                    f'method="whole" needs an optimizer whose memory of gradients is known; {s.name} has none. Take method="step".'
-                )
-    entries = sum(s.parameter.numel() for s in parameters.scored)
-    size = None if sketch == "exact" else default_size(entries) if sketch is None else int(sketch)
-    tables, outputs = table_places(model, parameters)
-    plans = make_plans([s.leaf for s in parameters.scored], size, tables, outputs)
-    sketcher = Sketcher([s.leaf for s in parameters.scored], plans, parameters.dtype)
-    return WholeScorer(parameters, validation, rules, sketcher, sorted(tables | outputs), own_step=method == "step")
+    def _repr_html_(self) -> str:
+        return accountant_html(self)
+
+
+def _detach(run: Run, hooks: OptimizerHooks) -> None:
+    hooks.remove()
+    run.layouts.end()
+    for leaf in run.parameters.leaves:
+        leaf.reader = None

@@ -1,4 +1,8 @@
-"""What one step did to the weights, read from the optimizers after they stepped: w' − w = −A∘q − shrink·w."""
+"""What one step did to the weights, read from the optimizers after they stepped: w' − w = −A∘q − shrink·w.
+
+The tensors of a group that stepped alike are one *segment* of the flat vector, so that a step of an elementwise optimizer
+takes a few operations whatever the number of tensors. Tensors that stepped otherwise are segments of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.engine.flat import FlatLayout
 from inrun.engine.parameters import Parameters, Scored
 from inrun.optimizers import GroupStep, Memory, UpdateRule, agree
 
+#: Entries of an optimizer's state that are one number per tensor.
+NUMBERS = ("step", "mu_product", "eta", "mu", "ax")
+
+
+class JoinedState(dict[str, Any]):
+    """The states of several tensors as that of one vector; entries are joined when they are read."""
+
+    def __init__(self, states: Sequence[dict[str, Any]]) -> None:
+        super().__init__()
+        self._states = states
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._states[0]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry, or the default."""
+        return self[name] if name in self else default
+
+    def __missing__(self, name: str) -> Any:
+        first = self._states[0][name]
+        joined = name not in NUMBERS and isinstance(first, Tensor)
+        self[name] = torch.cat([s[name].reshape(-1) for s in self._states]) if joined else first
+        return self[name]
+
 
 @dataclass(eq=False)
-class Moved:
-    """What one step did to one parameter."""
+class Segment:
+    """What one step did to some tensors that lie next to each other.
 
-    scored: Scored
-    step: GroupStep
-    index: int
+    Attributes:
+        places: The tensors.
+        part: Their slice of the flat vector.
+        memory: How their optimizer remembers gradients; None where earlier gradients have no unique shares.
+        factor: A, learning rate included, ``[m]`` or one number.
+        q: What A multiplies, ``[m]``.
+        shrink: The factor of −w in the move.
+        coupled: Weight decay that is added to the gradient.
+        early: Whether one factor stands for a whole tensor.
+        entry: What gradients are multiplied by before they are remembered, ``[m]``.
+    """
+
+    places: list[int]
+    part: slice
     memory: Memory | None
-    #: A, learning rate included, and q; the state itself may be q.
     factor: Tensor | float
     q: Tensor
     shrink: float | Tensor
@@ -34,66 +73,122 @@ class Moved:
 class Mover:
     """Copies weights before a step and describes the move after it."""
 
-    def __init__(self, parameters: Parameters, rules: Sequence[UpdateRule]) -> None:
-        self.parameters, self.rules = parameters, list(rules)
-        self._buffers: list[Tensor] = []
+    def __init__(self, parameters: Parameters, rules: Sequence[UpdateRule], keeps_weights: bool = True) -> None:
+        self.parameters, self.rules, self.keeps_weights = parameters, list(rules), keeps_weights
+        self.flat = FlatLayout(parameters.tensors(), parameters.dtype)
+        #: Where weights are rounded, points of a move that lie close to each other are no better than fewer.
+        self.low_precision = any(s.parameter.dtype.itemsize < 4 for s in parameters.scored)
+        self._before: Tensor | None = None
+        self._scratch: Tensor | None = None
         self._first: dict[int, bool] = {}
+        #: Groups of which some tensors did not step at times.
+        self._uneven: set[int] = set()
         self._stepping: list[Scored] = []
-        self.moved: dict[int, Moved] = {}
+        self.segments: list[Segment] = []
+        #: The steps of the groups, for the shares of a step's own move: step, tensors, whether they are joined.
+        self._groups: list[tuple[GroupStep, list[Scored], bool]] = []
+
+    @property
+    def scratch(self) -> Tensor:
+        """Return a vector for anyone's use, ``[size]``; it is overwritten whenever the weights are moved."""
+        if self._scratch is None:
+            self._scratch = self.flat.buffer()
+        return self._scratch
+
+    @property
+    def weights_before(self) -> Tensor:
+        """Return the weights before the step, ``[size]``."""
+        assert self._before is not None
+        return self._before
+
+    def nbytes(self) -> int:
+        """Return the memory of the copies."""
+        return sum(x.nbytes for x in (self._before, self._scratch) if x is not None)
 
     def begin(self) -> None:
         """Begin a step."""
-        self.moved, self._stepping = {}, []
+        self.segments, self._stepping, self._groups = [], [], []
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """Copy the weights that an optimizer is about to move."""
-        if not self._buffers:
-            self._buffers = [torch.empty_like(s.parameter, memory_format=torch.preserve_format) for s in self.parameters.scored]
-        mine = [s for s in self.parameters.of(index) if s.parameter.grad is not None]
-        rule = self.rules[index]
-        self._first |= {s.place: rule.remembered(optimizer.state.get(s.parameter, {})) is None for s in mine}
+        if not self.keeps_weights:
+            return
+        owned, rule = self.parameters.of(index), self.rules[index]
+        stepping = [s for s in owned if s.parameter.grad is not None]
+        self._first |= {s.place: rule.remembered(optimizer.state.get(s.parameter, {})) is None for s in stepping}
         for group in optimizer.param_groups:
-            rule.before_step(
-                group, [optimizer.state[s.parameter] for s in mine if s.group is group and s.parameter in optimizer.state]
-            )
-        if mine:
-            torch._foreach_copy_([self._buffers[s.place] for s in mine], [s.parameter.detach() for s in mine])
-        self._stepping += mine
+            states = [optimizer.state[s.parameter] for s in stepping if s.group is group and s.parameter in optimizer.state]
+            rule.before_step(group, states)
+        if self._before is None:
+            self._before = self.flat.buffer()
+        self.flat.fill(self._before, [s.parameter for s in owned], owned[0].place)
+        self._stepping += stepping
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, index: int) -> None:
         """Describe what an optimizer did."""
-        rule = self.rules[index]
         for group in optimizer.param_groups:
-            mine = [s for s in self._stepping if s.optimizer == index and s.group is group]
-            if not mine:
-                continue
-            step = GroupStep(
-                before=[self._buffers[s.place] for s in mine],
-                gradients=[s.parameter.grad for s in mine],  # type: ignore[misc]
-                group=group,
-                states=[optimizer.state.get(s.parameter, {}) for s in mine],
-                first=[self._first[s.place] for s in mine],
-            )
-            memories = rule.memory(step)
-            factors: Any = rule.factor(step) if memories is not None else 0.0
-            pushed = rule.pushed(step) if memories is not None else step.gradients
-            entries, early = rule.entry(step), rule.is_early(step)
-            shrink, coupled = rule.shrink(group), rule.coupled(group)
-            for j, s in enumerate(mine):
-                self.moved[s.place] = Moved(
-                    s,
-                    step,
-                    j,
+            some = [s for s in self._stepping if s.optimizer == index and s.group is group]
+            if some:
+                self._describe(optimizer, group, some, self.rules[index])
+
+    def _describe(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], some: list[Scored], rule: UpdateRule) -> None:
+        states = [optimizer.state.get(s.parameter, {}) for s in some]
+        joined = self._alike(some, states, rule)
+        if joined:
+            step = self._joined_step(group, some, states, rule)
+        else:
+            before = self.flat.views(self.weights_before, [s.place for s in some])
+            first = [self._first[s.place] for s in some]
+            step = GroupStep(before, [s.parameter.grad for s in some], group, states, first)  # type: ignore[misc]
+        self._groups.append((step, some, joined))
+        memories = rule.memory(step)
+        if memories is None:
+            factors: Any = 0.0
+            pushed: Any = step.gradients
+        else:
+            factors, pushed = rule.factor(step), rule.pushed(step)
+        entries, early = rule.entry(step), rule.is_early(step)
+        shrink, coupled = rule.shrink(group), rule.coupled(group)
+        for j, scored in enumerate([some] if joined else [[s] for s in some]):
+            places = [s.place for s in scored]
+            self.segments.append(
+                Segment(
+                    places,
+                    self.flat.part(places),
                     None if memories is None else memories[j],
-                    factors if isinstance(factors, float) else factors[j],
-                    pushed[j],
+                    factors if not isinstance(factors, list) else factors[j].reshape(-1),
+                    pushed[j].reshape(-1),
                     shrink,
                     coupled,
                     early[j],
-                    None if entries is None else entries[j],
+                    None if entries is None else entries[j].reshape(-1),
                 )
+            )
+
+    def _alike(self, some: list[Scored], states: list[dict[str, Any]], rule: UpdateRule) -> bool:
+        """Return whether tensors lie next to each other and have stepped equally often, with the same kind of state."""
+        if not rule.elementwise or len({self._first[s.place] for s in some}) > 1:
+            return False
+        if some[-1].place - some[0].place + 1 != len(some):
+            return False
+        group = some[0].group
+        if len(some) < sum(s.group is group for s in self.parameters.scored):
+            self._uneven.add(id(group))
+        counts = [s.get("step") for s in states]
+        if any(isinstance(c, Tensor) and c.device.type != "cpu" for c in counts):
+            return id(group) not in self._uneven and rule.counts_agree(counts)
+        return len({None if c is None else float(c) for c in counts}) == 1
+
+    def _joined_step(
+        self, group: dict[str, Any], some: list[Scored], states: list[dict[str, Any]], rule: UpdateRule
+    ) -> GroupStep:
+        part = self.flat.part([s.place for s in some])
+        gradients = []
+        if rule.reads_gradients:
+            gradients = [torch.cat([s.parameter.grad.reshape(-1) for s in some])]  # type: ignore[union-attr]
+        return GroupStep([self.weights_before[part]], gradients, group, [JoinedState(states)], [self._first[some[0].place]])
 
     @contextlib.contextmanager
     def at(self, fraction: float) -> Iterator[None]:
@@ -101,62 +196,66 @@ class Mover:
         if fraction == 1.0:
             yield
             return
-        some = [m.scored for m in self.moved.values()]
-        weights = [s.parameter.detach() for s in some]
-        kept = [w.clone() for w in weights]
+        places = [i for s in self.segments for i in s.places]
+        weights = [self.parameters.scored[i].parameter.detach() for i in places]
+        self.flat.fill(self.scratch, self.parameters.tensors())
+        before = self.flat.views(self.weights_before, places)
         with torch.no_grad():
             if fraction == 0.0:
-                torch._foreach_copy_(weights, [self._buffers[s.place] for s in some])
+                torch._foreach_copy_(weights, before)
+            elif all(w.dtype == self.flat.dtype for w in weights):
+                torch._foreach_lerp_(weights, before, 1.0 - fraction)
             else:
-                torch._foreach_lerp_(weights, [self._buffers[s.place] for s in some], 1.0 - fraction)
+                middle = torch.lerp(self.scratch, self.weights_before, 1.0 - fraction)
+                torch._foreach_copy_(weights, self.flat.views(middle, places))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, self.flat.views(self.scratch, places))
 
-    def before_of(self, place: int) -> Tensor:
-        """Return a parameter's weights before the step."""
-        return self._buffers[place]
+    def after_weights(self) -> Tensor:
+        """Return the weights after the step, ``[size]``, in the scratch vector."""
+        self.flat.fill(self.scratch, self.parameters.tensors())
+        return self.scratch
 
-    @torch.no_grad()
-    def directions(self, raw: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return D = A∘∇ ``[k, *shape]`` by place, for parameters with a memory; in a tensor's first steps D agrees with q."""
-        found: dict[int, Tensor] = {}
-        some = [(i, m, g) for i, m in self.moved.items() if (g := raw[i]) is not None and m.memory is not None]
-        if not some:
-            return found
-        factors = [m.factor for _, m, _ in some]
-        grads = [g for *_, g in some]
-        if all(isinstance(a, Tensor) for a in factors):
-            if len(grads[0]) == 1:
-                made = torch._foreach_mul([g[0] for g in grads], factors)  # type: ignore[arg-type]
-                made = [x.unsqueeze(0) for x in made]
-            else:
-                made = [g * a for g, a in zip(grads, factors, strict=True)]
-        else:
-            made = [g * a for g, a in zip(grads, factors, strict=True)]
-        for (i, m, _), d in zip(some, made, strict=True):
-            found[i] = torch.stack(agree([m.q] * len(d), list(d))) if m.early else d
-        return found
+    # Directions
 
     @torch.no_grad()
-    def own_directions(self, raw: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Return the directions by which the step pays its own samples, ``[k, *shape]`` by place."""
-        found: dict[int, Tensor] = {}
-        by_step: dict[int, list[tuple[int, Moved]]] = {}
-        for i, m in self.moved.items():
-            by_step.setdefault(id(m.step), []).append((i, m))
-        for some in by_step.values():
-            step, rule = some[0][1].step, self.rules[some[0][1].scored.optimizer]
-            moved = [before - m.scored.parameter.detach() for before, (_, m) in zip(step.before, some, strict=True)]
-            sets = max(len(g) for i, _ in some if (g := raw[i]) is not None)
-            each = []
-            for k in range(sets):
-                grads = [
-                    torch.zeros_like(before) if (g := raw[i]) is None else g[k]
-                    for before, (i, _) in zip(step.before, some, strict=True)
-                ]
-                each.append(rule.own_direction(grads, moved, step))
-            found |= {i: torch.stack([d[j] for d in each]) for j, (i, _) in enumerate(some)}
-        return found
+    def to_directions_(self, gradients: Tensor) -> None:
+        """Turn validation gradients ``[k, size]`` into D = A∘∇ in place; in a tensor's first steps D agrees with q."""
+        at = 0
+        for s in sorted(self.segments, key=lambda s: s.part.start):
+            gradients[:, at : s.part.start] = 0.0
+            at = s.part.stop
+            d = gradients[:, s.part]
+            if s.memory is None:
+                d.zero_()
+                continue
+            d.mul_(s.factor)
+            if s.early:
+                for i in s.places:
+                    here = self.flat.slices[i]
+                    q = s.q[here.start - s.part.start : here.stop - s.part.start]
+                    mine = gradients[:, here]
+                    mine.copy_(torch.stack(agree([q] * len(mine), list(mine))))
+        gradients[:, at:] = 0.0
+
+    @torch.no_grad()
+    def to_own_directions_(self, gradients: Tensor) -> None:
+        """Turn validation gradients into the directions by which the step pays its own samples, in place."""
+        after, done = self.after_weights(), torch.zeros(len(self.flat.shapes), dtype=torch.bool)
+        for step, some, joined in self._groups:
+            rule, places = self.rules[some[0].optimizer], [s.place for s in some]
+            done[places] = True
+            parts = [self.flat.part(places)] if joined else [self.flat.slices[i] for i in places]
+            shapes = [torch.Size((-1,))] if joined else [self.flat.shapes[i] for i in places]
+            moved = [
+                (self.weights_before[part] - after[part]).view(shape) for part, shape in zip(parts, shapes, strict=True)
+            ]
+            for one in gradients:
+                raw = [one[part].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+                for part, d in zip(parts, rule.own_direction(raw, moved, step), strict=True):
+                    one[part] = d.reshape(-1)
+        for i in (~done).nonzero().flatten().tolist():
+            gradients[:, self.flat.slices[i]] = 0.0

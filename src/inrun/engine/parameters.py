@@ -70,23 +70,25 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
                 if p in places:
                     raise ConfigurationError("a parameter is in two optimizers or groups. Give each parameter one optimizer.")
                 places[p] = (i, group)
-    scored: list[Scored] = []
-    leaves: list[Leaf] = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        name = name.replace("_orig_mod.", "")  # what torch.compile puts in
-        leaf = Leaf(len(leaves), name, p)
-        leaves.append(leaf)
-        named = patterns is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        if p in places and named:
-            leaf.reader = LeafReader(leaf, len(scored))
-            scored.append(Scored(leaf, len(scored), *places[p]))
+    leaves = [Leaf(i, name.replace("_orig_mod.", ""), p) for i, (name, p) in enumerate((n, p) for n, p in model.named_parameters() if p.requires_grad)]
+    chosen = [
+        leaf
+        for leaf in leaves
+        if leaf.parameter in places
+        and (patterns is None or any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns))
+    ]
+    order = {id(group): i for i, group in enumerate(g for o in optimizers for g in o.param_groups)}
+    # By optimizers and groups, so that the parameters of a group lie next to each other in flat vectors.
+    chosen.sort(key=lambda leaf: order[id(places[leaf.parameter][1])])  # type: ignore[index]
+    scored = []
+    for place, leaf in enumerate(chosen):
+        leaf.reader = LeafReader(leaf, place)
+        scored.append(Scored(leaf, place, *places[leaf.parameter]))  # type: ignore[index]
     if not scored:
         known = ", ".join(leaf.name for leaf in leaves[:5]) or "none"
         raise CoverageError(
-            f"no trainable parameter of the model is in the optimizer{'' if patterns is None else f' and matches {list(patterns)}'}. "
-            f"Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
+            "no trainable parameter of the model is in the optimizer"
+            f"{'' if patterns is None else f' and matches {list(patterns)}'}. Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
         )
     devices = {s.parameter.device for s in scored}
     if len(devices) > 1:

@@ -43,64 +43,61 @@ class Typical:
     def __init__(self) -> None:
         self.clips: list[float] = []
         self.falls: list[float] = []
+        self.recently_rough = True
 
-    def is_rough(self, clip: float, fall: float) -> bool:
-        """Whether a step stands out; the first few always do."""
-        if len(self.falls) < FIRST:
-            return True
-        return clip < CLIPPED * statistics.median(self.clips) or fall > LARGE * statistics.median(self.falls)
-
-    def note(self, clip: float, fall: float) -> None:
-        """Remember a step."""
+    def note(self, clip: float, fall: float) -> bool:
+        """Remember a step; return whether it stands out. The first few always do."""
+        rough = len(self.falls) < FIRST
+        if not rough:
+            rough = clip < CLIPPED * statistics.median(self.clips) or fall > LARGE * statistics.median(self.falls)
         self.clips, self.falls = [*self.clips[1 - RECENT :], clip], [*self.falls[1 - RECENT :], fall]
+        self.recently_rough = rough
+        return rough
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {"clips": self.clips, "falls": self.falls}
+        return {"clips": self.clips, "falls": self.falls, "rough": self.recently_rough}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore."""
-        self.clips, self.falls = list(state["clips"]), list(state["falls"])
+        self.clips, self.falls, self.recently_rough = list(state["clips"]), list(state["falls"]), state["rough"]
 
 
-def refine(scorer: Scorer, typical: Typical, outcome: Outcome, step: Step, mover: Mover, clip: float) -> Outcome:
+def refine(scorer: RefiningScorer, outcome: Outcome, step: int, mover: Mover) -> Outcome:
     """Measure the losses at both ends of an audited or rough step's move, and take more points if they are needed."""
-    fall = float(outcome.books.whole.abs().sum().cpu().numpy())
-    rough = typical.is_rough(clip, fall)
-    typical.note(clip, fall)
-    if not (rough or step.audited):
+    if not bool(outcome.valid.all()):
         return outcome
-    validation, number = scorer.validation, step.number
+    validation = scorer.validation
     with mover.at(0.0):
-        before = validation.losses(number)
-    after = validation.losses(number)
+        before = validation.losses(step)
+    after = validation.losses(step)
     change = before - after
-    books = outcome.books
-    books.spread = scorer.spread()
+    accounts = outcome.accounts
+    accounts.abs_sum = scorer.abs_sum()
 
     def explained() -> bool:
-        return bool(((change - books.whole).abs() <= RESIDUAL * books.spread).all())
+        return bool(((change - accounts.explained).abs() <= RESIDUAL * accounts.abs_sum).all())
 
     if bool(torch.isfinite(change).all()):
         for points in map(gauss, FINER):
             if explained():
                 break
-            books = scorer.again(number, mover, points)
-        if not explained() and not scorer.low_precision:
+            accounts = scorer.again(step, mover, points)
+        if not explained() and not mover.low_precision:
             pieces = cut(
-                lambda place: scorer.slope(number, mover, place),
-                lambda place: _loss(scorer, number, mover, place),
+                lambda place: scorer.slope(step, mover, place),
+                lambda place: _loss(scorer, step, mover, place),
                 before,
                 after,
-                0.8 * RESIDUAL * books.spread,
+                0.8 * RESIDUAL * accounts.abs_sum,
             )
-            books = scorer.again(number, mover, pieces)
-    books.before, books.after = before, after
-    outcome.books, outcome.contributions = books, scorer.own_credits()
+            accounts = scorer.again(step, mover, pieces)
+    accounts.before, accounts.after = before, after
+    outcome.accounts, outcome.contributions = accounts, scorer.own_credits()
     return outcome
 
 
-def _loss(scorer: Scorer, number: int, mover: Mover, place: float) -> Tensor:
+def _loss(scorer: RefiningScorer, number: int, mover: Mover, place: float) -> Tensor:
     with mover.at(place):
         return scorer.validation.losses(number)
 

@@ -52,6 +52,8 @@ class Request:
     #: Directions to contract with, ``[k, *shape]`` by place; missing ones are 0.
     directions: dict[int, Tensor] = field(default_factory=dict)
     k: int = 0
+    #: Whether Σ|terms| of every entry is wanted, of tensors of which every entry is kept.
+    sizes: bool = False
     #: Positions of the longest document where documents are packed.
     longest: int | None = None
     #: Whether gradients are kept as they are, to be read when the direction is known; and what was kept.
@@ -68,6 +70,7 @@ class LeafReader:
         self.request: Request
         self.sketch: Tensor | None = None
         self.products: Tensor | None = None
+        self.sizes: Tensor | None = None
 
     def begin(self, request: Request) -> None:
         """Make the probes of a microbatch, or clear those of the last one if they fit."""
@@ -75,6 +78,8 @@ class LeafReader:
         wide = request.sketcher.plans[self.place].buckets if request.sketcher else 0
         self.sketch = self._probe(self.sketch, (request.n, wide))
         self.products = self._probe(self.products, (request.n, request.k if self._contracts else 0))
+        wants = request.sizes and request.sketcher is not None and request.sketcher.plans[self.place].lossless
+        self.sizes = empty_probe(tuple(self.leaf.parameter.shape), request.dtype, self.leaf.parameter.device) if wants else None
 
     def _probe(self, before: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         if shape[1] == 0:
@@ -92,7 +97,7 @@ class LeafReader:
 
     def probes(self, tap: Tap) -> list[Tensor]:
         """Return the probes of a tap: products, sketch, rows of a table."""
-        found = [p for p in (self.products, self.sketch) if p is not None]
+        found = [p for p in (self.sizes, self.products, self.sketch) if p is not None]
         rows = self._rows(tap)
         if rows is not None:
             found += [rows.values] if rows.heaviest is None else [rows.values, rows.heaviest]
@@ -167,9 +172,16 @@ class Collected:
         self.reader, self.rows = reader, rows
         r = reader.request
         self._directions = r.directions[reader.place].reshape(r.k, -1) if reader.products is not None else None
+        self._sizes: Tensor | None = None
         self._parts: list[list[Tensor]] = [[] for p in (reader.products, reader.sketch) if p is not None]
         if rows is not None and rows.heaviest is not None:
             self._parts += [[], []]
+
+    def take_sizes(self, gradient: PerSample) -> None:
+        """Take Σ|terms| of every entry."""
+        if self.reader.sizes is not None:
+            found = gradient.sizes()
+            self._sizes = None if found is None else found.to(self.reader.request.dtype).view(self.reader.sizes.shape)
 
     def add(self, low: int, high: int, g: Tensor) -> None:
         """Read some samples."""
@@ -193,4 +205,5 @@ class Collected:
         """Return the gradients of the probes."""
         found: list[Tensor | None] = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._parts]
         missing = self.rows is not None and self.rows.heaviest is None
-        return [*found, None] if missing else found
+        sizes = [] if self.reader.sizes is None else [self._sizes]
+        return [*sizes, *found, None] if missing else [*sizes, *found]

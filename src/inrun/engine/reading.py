@@ -11,7 +11,7 @@ from torch import Tensor
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import LeafReader, Request
 from inrun.engine.sketch import Epoch, Sketcher
-from inrun.engine.window import Entering
+from inrun.engine.window import Entering, contract
 from inrun.layers.gradients import PerSample
 
 #: Tensors from which the clip factor is read where gradients are only contracted.
@@ -29,12 +29,15 @@ class Reading:
     #: Rows of tables: place, number of the call, numbers, values.
     tables: list[tuple[int, int, Tensor, Tensor]]
     kept: list[tuple[int, PerSample]] = field(default_factory=list)
+    #: Σ|terms| of every entry, by place; on audited steps.
+    sizes: dict[int, Tensor] = field(default_factory=dict)
 
 
 def read_probes(parameters: Parameters, request: Request) -> Reading:
     """Collect what a microbatch's backward left as gradients of probes."""
     products: dict[int, Tensor] = {}
     sketches: dict[int, Tensor] = {}
+    sizes: dict[int, Tensor] = {}
     for s in parameters.scored:
         reader = s.leaf.reader
         assert isinstance(reader, LeafReader)
@@ -42,6 +45,8 @@ def read_probes(parameters: Parameters, request: Request) -> Reading:
             products[s.place] = reader.products.grad
         if reader.sketch is not None and reader.sketch.grad is not None:
             sketches[s.place] = reader.sketch.grad
+        if reader.sizes is not None and reader.sizes.grad is not None:
+            sizes[s.place] = reader.sizes.grad
     tables: list[tuple[int, int, Tensor, Tensor]] = []
     calls: dict[int, int] = {}
     for rows in request.rows:
@@ -49,24 +54,35 @@ def read_probes(parameters: Parameters, request: Request) -> Reading:
         if found is not None:
             call = calls[rows.tensor] = calls.get(rows.tensor, -1) + 1
             tables.append((rows.tensor, call, *found))
-    return Reading(request.n, products, sketches, tables, request.kept)
+    return Reading(request.n, products, sketches, tables, request.kept, sizes)
 
 
 def joined(sketcher: Sketcher, readings: Sequence[Reading]) -> Entering:
     """Join the sketches of all microbatches: one row per sample, one column per number."""
-    rows = torch.zeros(sum(r.n for r in readings), sketcher.size, dtype=sketcher.dtype, device=sketcher.device)
-    tables = []
-    first = 0
+    rows = torch.empty(sum(r.n for r in readings), sketcher.size, dtype=sketcher.dtype, device=sketcher.device)
+    tables, first = [], 0
     for r in readings:
-        part = rows[first : first + r.n]
-        if len(r.sketches) == len(sketcher.order):
-            torch.cat([r.sketches[i] for i in sketcher.order], 1, out=part)
-        else:
-            for i, x in r.sketches.items():
-                part[:, sketcher.columns[i]] = x
+        parts = [_column(sketcher, r, i) for i in sketcher.order]
+        torch.cat(parts, 1, out=rows[first : first + r.n])
         tables += [(i, call, first, numbers, values) for i, call, numbers, values in r.tables]
         first += r.n
     return Entering(rows, tables)
+
+
+def _column(sketcher: Sketcher, reading: Reading, place: int) -> Tensor:
+    found = reading.sketches.get(place)
+    if found is not None:
+        return found
+    return torch.zeros((), dtype=sketcher.dtype, device=sketcher.device).expand(reading.n, sketcher.plans[place].buckets)
+
+
+def exact_products(sketcher: Sketcher, entering: Entering, readings: Sequence[Reading], k: int) -> Tensor:
+    """Return ⟨g, v⟩ of the lossy tensors, ``[n, tensors, k]``."""
+    parts = []
+    for r in readings:
+        none = torch.zeros((), dtype=sketcher.dtype, device=sketcher.device).expand(r.n, k)
+        parts.append(torch.stack([r.products.get(i, none) for i in sketcher.lossy], 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def correct(sketcher: Sketcher, entering: Entering, readings: Sequence[Reading], known: Tensor, tables: dict[int, Tensor]) -> None:
@@ -80,74 +96,77 @@ def correct(sketcher: Sketcher, entering: Entering, readings: Sequence[Reading],
         tables: S v of rows of tables, ``[k, rows, per_row]``.
     """
     lossy, cut, n, k = sketcher.lossy, sketcher.cut, len(entering.rows), len(known)
-    if not lossy or n == 0:
+    if not lossy or n == 0 or not any(r.products for r in readings):
         return
-    wide = {i: torch.zeros(n, k, dtype=known.dtype, device=known.device) for i in lossy}
-    first = 0
-    for r in readings:
-        for i, x in r.products.items():
-            wide[i][first : first + r.n] = x
-        first += r.n
+    missing = exact_products(sketcher, entering, readings, k)
     for i, _, start, numbers, values in entering.tables:
-        if i in tables and i in sketcher.columns and any(i in r.products for r in readings):
-            from inrun.engine.window import contract
-
-            wide[i][start : start + len(numbers)] -= contract(numbers, values, tables[i])
-    exact = torch.stack([wide[i] for i in lossy], 1)  # [n, tensors, k]
+        if i in tables and any(i in r.products for r in readings):
+            missing[start : start + len(numbers), lossy.index(i)] -= contract(numbers, values, tables[i])
     part, sv, owner = entering.rows[:, :cut], known[:, :cut], sketcher.owner[:cut]
-    estimate = torch.stack([sketcher.by_tensor_of_lossy(part * one) for one in sv], 2)
-    missing = exact - estimate
-    gram = torch.stack([sketcher.by_tensor_of_lossy(sv * one) for one in sv], 0)  # [k, k, tensors]
+    tiny = torch.finfo(sv.dtype).tiny
     if k == 1:
-        share = missing[..., 0] / gram[0, 0].clamp_min(torch.finfo(sv.dtype).tiny)
-        share = torch.where(gram[0, 0] > 0, share, 0.0)
+        missing = missing[..., 0] - sketcher.by_tensor_of_lossy(part * sv)
+        gram = sketcher.by_tensor_of_lossy(sv * sv)[0]
+        share = torch.where(gram > 0, missing / gram.clamp_min(tiny), 0.0)
         part.addcmul_(share.index_select(1, owner), sv)
         return
+    missing = missing - torch.stack([sketcher.by_tensor_of_lossy(part * one) for one in sv], 2)
+    gram = torch.stack([sketcher.by_tensor_of_lossy(sv * one) for one in sv], 0)  # [k, k, tensors]
     square = gram.permute(2, 0, 1)
-    ridge = square.diagonal(dim1=1, dim2=2).sum(1).clamp_min(torch.finfo(sv.dtype).tiny) * 1e-6
+    ridge = square.diagonal(dim1=1, dim2=2).sum(1).clamp_min(tiny) * 1e-6
     inverse = torch.linalg.inv_ex(square + ridge.view(-1, 1, 1) * torch.eye(k, dtype=sv.dtype, device=sv.device)).inverse
-    share = torch.einsum("ntk,tkl->ntl", missing, inverse)
+    share = torch.einsum("ntk,tkl->ntl", missing, inverse).nan_to_num_(0.0, 0.0, 0.0)
     for j in range(k):
         part.addcmul_(share[..., j].index_select(1, owner), sv[j])
 
 
-def clip_from_entries(sketcher: Sketcher, rows: Tensor, some: Sequence[Scored], epoch: Epoch) -> Tensor:
+def clip_from_entries(sketcher: Sketcher, rows: Tensor, now: Tensor, some: Sequence[Scored], epoch: Epoch) -> Tensor:
     """Return the factor of one optimizer's gradients: clipping, loss scale, and the share among microbatches.
 
     The gradients of small tensors are known entry by entry from the samples: the factor is ⟨known, now⟩ / ⟨known, known⟩.
     Where no tensor is that small, sketches are compared.
+
+    Args:
+        sketcher: How gradients are sketched.
+        rows: Per-sample rows, ``[n, columns]``.
+        now: The entries of small tensors as the optimizer will use them.
+        some: The parameters of the optimizer.
+        epoch: How gradients are sketched now.
     """
-    mine = [s for s in some if s.parameter.grad is not None]
-    places = [s.place for s in mine if sketcher.plans[s.place].lossless]
+    stepping = [s.place for s in some if s.parameter.grad is not None]
+    small = [i for i in stepping if sketcher.plans[i].lossless]
+    if small:
+        total = rows[:, sketcher.cut :].sum(0)
+        if len(small) < len(sketcher.kept):
+            where = [slice(sketcher.columns[i].start - sketcher.cut, sketcher.columns[i].stop - sketcher.cut) for i in small]
+            total, now = torch.cat([total[c] for c in where]), torch.cat([now[c] for c in where])
+        return ratio(total, now)
+    by_place = {s.place: s.parameter.grad for s in some}
+    gradients = [None if (g := by_place.get(i)) is None else g.unsqueeze(0) for i in range(len(sketcher.plans))]
+    sketched = sketcher.of_directions(gradients, 1, epoch, (), cut=False)
     total = rows.sum(0)
-    if places:
-        known = torch.cat([total[sketcher.columns[i]] for i in places])
-        now = torch.cat([s.parameter.grad.reshape(-1).to(sketcher.dtype) for s in mine if s.place in set(places)])  # type: ignore[union-attr]
-    else:
-        of = {s.place: s.parameter.grad for s in mine}
-        sketched = sketcher.of_directions(
-            [None if (g := of.get(i)) is None else g.unsqueeze(0) for i in range(len(sketcher.plans))], 1, epoch, (), cut=False
-        )
-        columns = torch.cat([torch.arange(sketcher.columns[s.place].start, sketcher.columns[s.place].stop) for s in mine])
-        known, now = total[columns], sketched.flat[0][columns]
-    return ratio(known, now)
+    known = torch.cat([total[sketcher.columns[i]] for i in stepping])
+    return ratio(known, torch.cat([sketched.flat[0, sketcher.columns[i]] for i in stepping]))
 
 
 def clip_from_products(readings: Sequence[Reading], some: Sequence[Scored], directions: dict[int, Tensor]) -> Tensor:
     """Return the same from inner products with known directions, of the smallest tensors."""
-    mine = [s for s in some if s.parameter.grad is not None and s.place in directions]
-    mine = sorted(mine, key=lambda s: (s.parameter.numel(), s.place))[:FEW]
-    known, now = [], []
-    for s in mine:
-        parts = [r.products[s.place].sum(0) for r in readings if s.place in r.products]
-        v, g = directions[s.place], s.parameter.grad
-        assert g is not None
-        now.append(v.reshape(len(v), -1) @ g.reshape(-1).to(v.dtype))
-        known.append(torch.stack(parts).sum(0).to(v.dtype) if parts else torch.zeros_like(now[-1]))
-    return ratio(torch.cat(known), torch.cat(now))
+    few = sorted((s for s in some if s.parameter.grad is not None and s.place in directions), key=lambda s: s.parameter.numel())
+    few = [s for s in few if any(s.place in r.products for r in readings)][:FEW]
+    if not few:
+        return torch.ones((), device=some[0].parameter.device)
+    vs = torch.cat([directions[s.place].flatten(1) for s in few], 1)
+    gradients = torch.cat([s.parameter.grad.reshape(-1) for s in few]).to(vs.dtype)  # type: ignore[union-attr]
+    sizes = torch.tensor([s.parameter.numel() for s in few])
+    owner = torch.repeat_interleave(torch.arange(len(few)), sizes).to(vs.device, non_blocking=True)
+    now = torch.zeros(len(vs), len(few), dtype=vs.dtype, device=vs.device).index_add_(1, owner, vs * gradients)
+    none = torch.zeros((), dtype=vs.dtype, device=vs.device)
+    known = [torch.stack([r.products.get(s.place, none.expand(r.n, len(vs))) for s in few], 2).sum(0) for r in readings]
+    total = known[0] if len(known) == 1 else torch.stack(known).sum(0)
+    return ratio(total.reshape(-1), now.reshape(-1))
 
 
 def ratio(known: Tensor, now: Tensor) -> Tensor:
     """Return ⟨known, now⟩ / ⟨known, known⟩, 1 where nothing is known."""
     square = torch.dot(known, known)
-    return torch.where(square > 0, torch.dot(known, now) / torch.where(square > 0, square, 1.0), 1.0)
+    return torch.where(square > 0, torch.dot(known, now) / square, 1.0)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inrun.engine.scorer import Outcome
+from inrun.engine.transfer import Array, Transfer
 from inrun.ledger import StepRecord
 from inrun.ledger.labels import Label
-from inrun.ledger.record import SettledCredits
+from inrun.ledger.record import SettledCredits, Skip
 
-if TYPE_CHECKING:
-    from inrun.engine.scorer import Outcome
-    from inrun.engine.step import Step
+#: The parts of a step's account, and what else is measured by validation loss.
+PARTS = ("data", "decay", "inherited", "rounding", "momentum")
+MEASURED = (*PARTS, "abs_sum", "before", "after")
+Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Account:
-    """The account of one step and validation set; in the unit of the loss, positive = the loss fell."""
+    """The account of one step and validation set; in the unit of the loss, positive = the loss fell.
+
+    ``data`` + ``decay`` + ``inherited`` + ``rounding`` (+ ``momentum`` with method="step") + ``residual`` is the fall of the loss.
+    ``spread`` is Σ|credit|.
+    """
 
     loss_before: float
     loss_after: float
@@ -28,6 +35,8 @@ class Account:
     spread: float
     decay: float | None = None
     inherited: float | None = None
+    rounding: float | None = None
+    momentum: float | None = None
     residual: float | None = None
     points: int | None = None
 
@@ -51,101 +60,173 @@ class StepResult:
     settled: tuple[SettledCredits, ...] = ()
 
 
+@dataclass(eq=False)
+class PendingStep:
+    """A finished step whose numbers are on their way to the host."""
+
+    number: int
+    ids: Tensor
+    labels: list[Label]
+    transfer: Transfer
+    rates: list[float | None]
+    optimizers: list[int]
+    dtype: torch.dtype
+    audited: bool = False
+    points: int | None = None
+    skipped: Skip | None = None
+    #: Of the uses that are settled: step, ids and rows, share of the push that was paid.
+    settled: list[tuple[int, Ids, Ids | None, float]] = field(default_factory=list)
+
+
+def send(
+    number: int, ids: Tensor, outcome: Outcome, clips: dict[int, Tensor], rates: list[float | None], audited: bool, settled_ids: list[tuple[Ids, Ids | None]]
+) -> PendingStep:
+    """Send a step's numbers to the host."""
+    a = outcome.accounts
+    tensors: dict[str, Tensor | None] = {
+        "losses": outcome.losses,
+        "contributions": outcome.contributions,
+        "valid": outcome.valid,
+        "failures": outcome.failures,
+        "clips": torch.stack([c.reshape(()) for c in clips.values()]) if clips else None,
+        **{name: getattr(a, name) for name in MEASURED},
+    }
+    for j, s in enumerate(outcome.settled):
+        tensors |= {f"credit.{j}": s.credit, f"error.{j}": s.error}
+    settled = [(s.step, *who, s.paid) for s, who in zip(outcome.settled, settled_ids, strict=True)]
+    return PendingStep(
+        number, ids, outcome.labels, Transfer(tensors), rates, list(clips), outcome.contributions.dtype, audited, a.points, None, settled
+    )
+
+
+def settled_credits(labels: list[Label], step: int, ids: Ids, rows: Ids | None, paid: float, credit: Array, error: Array) -> SettledCredits:
+    """Return the credits of the uses of one step, by validation label."""
+    return SettledCredits(
+        step=step,
+        sample_ids=ids,
+        credits={str(c): credit[:, j].astype(np.float32) for j, c in enumerate(labels)},
+        errors={str(c): error[:, j].astype(np.float32) for j, c in enumerate(labels)},
+        paid=np.full(len(ids), paid, np.float32),
+        rows=rows,
+    )
+
+
+class Arrived:
+    """A finished step whose numbers are on the host."""
+
+    def __init__(self, pending: PendingStep) -> None:
+        self.pending, self.found = pending, pending.transfer.read()
+        self.skipped = pending.skipped
+        valid = self.found["valid"]
+        if self.skipped is None and valid is not None and not valid.all():
+            self.skipped = Skip.CONTRIBUTIONS if not valid.reshape(-1)[0] else Skip.VALIDATION_LOSS
+        self.labels = pending.labels
+        self.settled = tuple(
+            settled_credits(self.labels, *s, self._array(f"credit.{j}"), self._array(f"error.{j}")) for j, s in enumerate(pending.settled) if len(s[1])
+        )
+
+    def _array(self, name: str) -> Array:
+        x = self.found[name]
+        assert x is not None
+        return x
+
+    def _mean(self, name: str, js: list[int]) -> float | None:
+        x = self.found.get(name)
+        return None if x is None or self.skipped is not None else float(x[js].mean())
+
+    @property
+    def clips(self) -> list[float]:
+        """Return the factors between the gradients and those that the optimizers used."""
+        x = self.found.get("clips")
+        return [] if x is None else x.tolist()
+
+    def fall_and_clip(self) -> tuple[float, float]:
+        """Return how far the validation losses fell by the accounts, and the smallest clip factor."""
+        parts = [x for name in PARTS if (x := self.found.get(name)) is not None]
+        return float(np.abs(np.sum(parts, axis=0)).sum()) if parts else 0.0, min(self.clips, default=1.0)
+
+    def residual(self, js: list[int]) -> float | None:
+        """Return the fall that the accounts do not explain, the mean over columns; None where it was not measured."""
+        before, after = self._mean("before", js), self._mean("after", js)
+        if before is None or after is None:
+            return None
+        return before - after - sum(x for name in PARTS if (x := self._mean(name, js)) is not None)
+
+    def result(self) -> StepResult:
+        """Sort the columns into validation sets."""
+        p, values, errors, accounts, losses = self.pending, {}, {}, {}, {}
+        contributions = self.found.get("contributions")
+        if contributions is None or self.skipped is not None:
+            contributions = np.zeros((len(p.ids), len(self.labels)))
+        for name, js in by_set(self.labels).items():
+            part, first = torch.from_numpy(contributions[:, js]), self.labels[js[0]]
+            if first.is_fold:
+                values[name] = part.mean(1).to(p.dtype)
+                errors[name] = (torch.std(part, dim=1) / len(js) ** 0.5).to(p.dtype)
+            else:
+                values[name] = (part if first.point is not None else part[:, 0]).to(p.dtype)
+            accounts[name] = self._account(js)
+            loss = self.found.get("losses")
+            losses[name] = float("nan") if loss is None else float(loss[js].mean())
+        return StepResult(
+            p.number,
+            p.ids,
+            values,
+            errors,
+            accounts,
+            losses,
+            None if self.skipped is None else self.skipped.text(),
+            tuple(p.rates),
+            tuple(self.clips),
+            p.audited,
+            self.settled,
+        )
+
+    def _account(self, js: list[int]) -> Account | None:
+        before, after, data, spread = (self._mean(name, js) for name in ("before", "after", "data", "abs_sum"))
+        if before is None or after is None or data is None or spread is None:
+            return None
+        rest = [self._mean(name, js) for name in PARTS[1:]]
+        return Account(before, after, data, spread, *rest, self.residual(js), self.pending.points)
+
+    def record(self, with_accounts: bool = True) -> StepRecord:
+        """Return the rows of the ledger: one column per validation set, point or fold."""
+        p = self.pending
+        rows = [self._row(j, label) for j, label in enumerate(self.labels)] if with_accounts else []
+        contributions = self.found.get("contributions")
+        values = {}
+        if contributions is not None and self.skipped is None:
+            values = {str(c): contributions[:, j].astype(np.float32) for j, c in enumerate(self.labels)}
+        return StepRecord(p.number, p.ids.numpy(), values, rows, self.settled)
+
+    def _row(self, j: int, label: Label) -> dict[str, object]:
+        p = self.pending
+        return {
+            "step": p.number,
+            "validation": str(label),
+            "loss_before": self._mean("before", [j]),
+            "loss_after": self._mean("after", [j]),
+            "data": self._mean("data", [j]),
+            "spread": self._mean("abs_sum", [j]),
+            "optimizer": None,
+            "momentum": self._mean("momentum", [j]),
+            "decay": self._mean("decay", [j]),
+            "inherited": self._mean("inherited", [j]),
+            "rounding": self._mean("rounding", [j]),
+            "points": None if self.skipped is not None else p.points,
+            "residual": self.residual([j]),
+            "lr": p.rates[0] if p.rates else None,
+            "clip": self.clips[0] if self.clips else None,
+            "n_samples": len(p.ids),
+            "skipped": None if self.skipped is None else self.skipped.text(),
+            "lr_by_optimizer": p.rates,
+            "clip_by_optimizer": self.clips,
+        }
+
+
 def by_set(labels: list[Label]) -> dict[str, list[int]]:
     """Return the places of the columns of every validation set."""
     found: dict[str, list[int]] = {}
     for j, label in enumerate(labels):
         found.setdefault(label.name, []).append(j)
     return found
-
-
-def numbers(x: Tensor | None) -> np.ndarray[Any, Any] | None:
-    """Bring numbers to the host, in double precision."""
-    return None if x is None else x.detach().to("cpu", torch.float64).numpy()
-
-
-def make_result(step: Step, outcome: Outcome, settled: list[SettledCredits]) -> StepResult:
-    """Sort the columns into validation sets."""
-    contributions = outcome.contributions.detach().cpu()
-    if step.skipped is not None:
-        contributions = torch.zeros(len(step.ids), len(outcome.labels), dtype=contributions.dtype)
-    values, errors, accounts, losses = {}, {}, {}, {}
-    loss = numbers(outcome.losses)
-    assert loss is not None
-    for name, js in by_set(outcome.labels).items():
-        part, first = contributions[:, js], outcome.labels[js[0]]
-        if first.is_fold:
-            values[name] = part.mean(1)
-            errors[name] = (torch.std(part.double(), dim=1) / len(js) ** 0.5).to(part.dtype)
-        else:
-            values[name] = part if first.point is not None else part[:, 0]
-        accounts[name] = None if step.skipped else _account(outcome, js)
-        losses[name] = float(loss[js].mean())
-    return StepResult(
-        step.number,
-        step.ids,
-        values,
-        errors,
-        accounts,
-        losses,
-        None if step.skipped is None else step.skipped.text(),
-        tuple(step.rates.get(i) for i in range(len(step.run.optimizers))),
-        tuple(float(numbers(c)) for c in step.clips.values()),  # type: ignore[arg-type]
-        step.audited,
-        tuple(settled),
-    )
-
-
-def _account(outcome: Outcome, js: list[int]) -> Account | None:
-    b = outcome.books
-    if b.before is None or b.after is None:
-        return None
-
-    def mean(x: Tensor | None) -> float | None:
-        found = numbers(x)
-        return None if found is None else float(found[js].mean())
-
-    before, after, data, spread = (mean(x) for x in (b.before, b.after, b.data, b.spread))
-    assert before is not None and after is not None and data is not None and spread is not None
-    return Account(before, after, data, spread, mean(b.decay), mean(b.inherited), mean(b.before - b.after - b.whole), b.points)
-
-
-def make_record(step: Step, outcome: Outcome, settled: list[SettledCredits]) -> StepRecord:
-    """Return the rows of the ledger: one column per validation set, point or fold."""
-    host = outcome.contributions.detach().to("cpu", torch.float32).numpy()
-    books, clips = outcome.books, [float(numbers(c)) for c in step.clips.values()]  # type: ignore[arg-type]
-    rates = [step.rates.get(i) for i in range(len(step.run.optimizers))]
-    told = {name: numbers(getattr(books, name)) for name in ("data", "spread", "decay", "inherited", "before", "after")}
-    rows = []
-    for j, label in enumerate(outcome.labels):
-
-        def at(name: str, j: int = j) -> float | None:
-            found = told[name]
-            return None if found is None or step.skipped is not None else float(found[j])
-
-        before, after, data = at("before"), at("after"), at("data")
-        whole = sum(x for x in (data, at("decay"), at("inherited")) if x is not None)
-        rows.append(
-            {
-                "step": step.number,
-                "validation": str(label),
-                "loss_before": before,
-                "loss_after": after,
-                "data": data,
-                "spread": at("spread"),
-                "optimizer": None,
-                "momentum": None,
-                "decay": at("decay"),
-                "inherited": at("inherited"),
-                "points": None if step.skipped is not None else books.points,
-                "residual": None if before is None or after is None else before - after - whole,
-                "lr": rates[0] if rates else None,
-                "clip": clips[0] if clips else None,
-                "n_samples": len(step.ids),
-                "skipped": None if step.skipped is None else step.skipped.text(),
-                "lr_by_optimizer": rates,
-                "clip_by_optimizer": clips,
-            }
-        )
-    values = {} if step.skipped is not None else {str(c): host[:, j].copy() for j, c in enumerate(outcome.labels)}
-    return StepRecord(step.number, step.ids.numpy(), values, rows, tuple(settled))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.checks import judge
 from inrun.engine.layouts import Layouts
 from inrun.engine.move import Mover
 from inrun.engine.parameters import Parameters
 from inrun.engine.quadrature import Typical, refine
-from inrun.engine.record import StepResult, make_record, make_result
-from inrun.engine.scorer import Outcome, Scorer
+from inrun.engine.record import Arrived, Ids, PendingStep, StepResult, send, settled_credits
+from inrun.engine.scorer import Outcome, RefiningScorer, Scorer
 from inrun.engine.step import Step
+from inrun.engine.transfer import Transfer, lag_of
 from inrun.engine.window import Settled
-from inrun.errors import StepError
+from inrun.errors import InrunError, StepError
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape
 from inrun.ledger.labels import Label
@@ -38,26 +41,30 @@ class Run:
         scorer: Scorer,
         mover: Mover,
         bitwise: bool,
-        write: Any,
+        write: Callable[[StepRecord], None],
     ) -> None:
         self.optimizers, self.parameters, self.scorer, self.mover = list(optimizers), parameters, scorer, mover
         self.tape = Tape(model, parameters.leaves, bitwise)
-        self.layouts = self.tape.layouts = Layouts(self.tape, model)
+        self.tape.layouts = Layouts(self.tape, model)
+        self.history = History(parameters, write)
         self.typical = Typical()
-        self.write = write
         self.steps_done = 0
-        self.last: StepResult | None = None
         self.open_step: Step | None = None
         #: Places of parameters whose taps fired in this step.
         self.covered: set[int] = set()
-        self.labels: list[Label] = []
-        #: Ids by step, of uses that are not settled.
-        self._ids: dict[int, np.ndarray[Any, Any]] = {}
+        #: Ids and rows by step, of uses that are not settled.
+        self.ids: dict[int, tuple[Ids, Ids | None]] = {}
+
+    @property
+    def layouts(self) -> Layouts:
+        """Return the layouts of the taps."""
+        return self.tape.layouts  # type: ignore[no-any-return]
 
     def begin(self, step: Step) -> None:
         """Open a step."""
         if self.open_step is not None:
             raise StepError("a step is open already. Leave its `with` block before the next one.")
+        self.history.check()
         self.open_step, self.covered = step, set()
 
     def end(self, step: Step) -> None:
@@ -76,51 +83,137 @@ class Run:
     def score(self, step: Step) -> None:
         """Score a step whose optimizers have stepped, and record it."""
         outcome = self.scorer.score(step.number, self.mover, step.readings, step.clips)
-        losses = outcome.losses.cpu().numpy()
-        contributions = outcome.contributions
-        clip = min(float(c.detach().cpu().numpy()) for c in step.clips.values())
-        finite = np.isfinite(losses).all() and np.isfinite(clip) and np.isfinite(contributions.detach().cpu().numpy()).all()
-        if not finite:
-            step.skipped = Skip.VALIDATION_LOSS if not np.isfinite(losses).all() else Skip.CONTRIBUTIONS
-        elif self.scorer.refines:
-            outcome = refine(self.scorer, self.typical, outcome, step, self.mover, clip)
-        settled = self.scorer.commit() if finite else self.scorer.forgo(step.skipped is Skip.VALIDATION_LOSS)
-        self._ids[step.number] = step.ids.numpy()
-        self._record(step, outcome, settled)
+        if isinstance(self.scorer, RefiningScorer):
+            rough = self._is_rough(outcome, step)
+            if rough or step.audited:
+                outcome = refine(self.scorer, outcome, step.number, self.mover)
+        self.ids[step.number] = (step.ids.numpy(), None)
+        outcome.settled = self.scorer.commit()
+        self._send(step, outcome)
+
+    def _is_rough(self, outcome: Outcome, step: Step) -> bool:
+        """Return whether a step stands out. On a GPU, where nobody waits for this step's numbers, recent steps tell."""
+        if lag_of(self.parameters.device):
+            return self.typical.recently_rough
+        arrived = Arrived(send(step.number, step.ids, outcome, step.clips, [], False, []))
+        return arrived.skipped is None and self.typical.note(*reversed(arrived.fall_and_clip()))
+
+    def _send(self, step: Step, outcome: Outcome) -> None:
+        who = [self.ids.pop(s.step) for s in outcome.settled]
+        rates = [step.rates.get(i) for i in range(len(self.optimizers))]
+        pending = send(step.number, step.ids, outcome, step.clips, rates, step.audited, who)
+        self._add(pending)
 
     def record_skipped(self, step: Step) -> None:
         """Record a step that is not scored."""
+        self.scorer.drop()
         labels = [Label(name) for name in self.scorer.validation.names]
-        zero = torch.zeros(0, len(labels))
-        from inrun.engine.scorer import Books
+        rates = [step.rates.get(i) for i in range(len(self.optimizers))]
+        self._add(PendingStep(step.number, step.ids, labels, Transfer({}), rates, [], self.parameters.dtype, skipped=step.skipped))
+        assert step.skipped is not None
+        log.warning("inrun: step %d is not scored: %s", step.number, step.skipped.text())
 
-        self._record(step, Outcome(labels, torch.full((len(labels),), float("nan")), zero, Books(zero.sum(0), zero.sum(0))), [])
-
-    def _record(self, step: Step, outcome: Outcome, settled: list[Settled]) -> None:
-        self.labels = outcome.labels
-        done = self.settled(settled, self.labels)
-        self.write(make_record(step, outcome, done))
-        self.last = make_result(step, outcome, done)
+    def _add(self, pending: PendingStep) -> None:
         self.steps_done += 1
+        for arrived in self.history.add(pending, lag_of(self.parameters.device)):
+            if lag_of(self.parameters.device) and arrived.skipped is None:
+                self.typical.note(*reversed(arrived.fall_and_clip()))
 
-    def settled(self, some: list[Settled], labels: list[Label]) -> list[SettledCredits]:
-        """Bring settled credits to the host."""
+    # Credits
+
+    def credits_on_host(self, some: list[Settled]) -> list[SettledCredits]:
+        """Return credits of uses, which stay open."""
         found = []
         for s in some:
-            ids = self._ids.pop(s.step, np.zeros(0, np.int64))
-            if len(ids) == 0:
-                continue
-            credit, error = (x.detach().to("cpu", torch.float64).numpy() for x in (s.credit, s.error))
-            found.append(
-                SettledCredits(
-                    step=s.step,
-                    sample_ids=ids,
-                    credits={str(c): credit[:, j].astype(np.float32) for j, c in enumerate(labels)},
-                    errors={str(c): error[:, j].astype(np.float32) for j, c in enumerate(labels)},
-                    paid=np.full(len(ids), s.paid, np.float32),
-                )
-            )
+            ids, rows = self.ids[s.step]
+            if len(ids):
+                credit, error = (x.detach().cpu().double().numpy() for x in (s.credit, s.error))
+                found.append(settled_credits(self.history.labels, s.step, ids, rows, s.paid, credit, error))
         return found
 
+    def settle_all(self) -> list[SettledCredits]:
+        """Settle what is open."""
+        found = self.credits_on_host(self.scorer.settle_all())
+        self.ids.clear()
+        return found
 
-__all__ = ["Run", "StepRecord", "Tensor"]
+    # Going on later
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors; nothing is on its way any more."""
+        self.history.flush()
+        return {
+            "steps_done": self.steps_done,
+            "typical": self.typical.state_dict(),
+            "labels": [[c.name, c.point, c.is_fold] for c in self.history.labels],
+            "ids": {
+                str(step): [torch.from_numpy(ids.copy()), None if rows is None else torch.from_numpy(rows.copy())]
+                for step, (ids, rows) in self.ids.items()
+            },
+            "scorer": self.scorer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.steps_done = state["steps_done"]
+        self.typical.load_state_dict(state["typical"])
+        self.history.labels = [Label(*c) for c in state["labels"]]
+        self.ids = {
+            int(step): (_numpy(ids), None if rows is None else _numpy(rows)) for step, (ids, rows) in state["ids"].items()
+        }
+        self.scorer.load_state_dict(state["scorer"])
+
+
+def _numpy(x: Tensor) -> Ids:
+    return np.array(x.numpy(), np.int64)
+
+
+class History:
+    """Finished steps on their way to the ledger. A failed audit stops it: nothing that came later is written."""
+
+    def __init__(self, parameters: Parameters, write: Callable[[StepRecord], None]) -> None:
+        self._write = write
+        self._names = [s.name for s in parameters.scored]
+        self._dtypes = list({s.parameter.dtype for s in parameters.scored})
+        self._pending: deque[PendingStep] = deque()
+        self.labels: list[Label] = []
+        self.last: StepResult | None = None
+        self.failed: InrunError | None = None
+
+    def check(self) -> None:
+        """Raise if an audit failed before."""
+        if self.failed is not None:
+            raise StepError(f"scoring stopped earlier: {self.failed}")
+
+    def add(self, pending: PendingStep, lag: int) -> list[Arrived]:
+        """Add a step, and write those that have arrived."""
+        self.labels = pending.labels if pending.skipped is None else self.labels or pending.labels
+        self._pending.append(pending)
+        return self.flush(lag)
+
+    def flush(self, lag: int = 0) -> list[Arrived]:
+        """Write all steps but the newest ``lag``; return what was written.
+
+        Raises:
+            ConservationError: A step's gradients were not the sum of its samples'.
+            CreditError: An optimizer remembered something else.
+        """
+        done = []
+        while len(self._pending) > lag:
+            arrived = Arrived(self._pending.popleft())
+            self.failed = self._error(arrived)
+            if self.failed is not None:
+                self._pending.clear()
+                raise self.failed
+            self._write(arrived.record())
+            self.last = arrived.result()
+            if arrived.skipped in (Skip.VALIDATION_LOSS, Skip.CONTRIBUTIONS):
+                log.warning("inrun: step %d is not scored: %s", arrived.pending.number, arrived.skipped.text())
+            done.append(arrived)
+        return done
+
+    def _error(self, arrived: Arrived) -> InrunError | None:
+        failures = arrived.found.get("failures")
+        if failures is None or not arrived.pending.audited or arrived.skipped is not None:
+            return None
+        return judge(arrived.pending.number, self._names, self._dtypes, failures)

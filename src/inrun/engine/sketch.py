@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.engine.flat import FlatLayout
 from inrun.layers.tap import Leaf
 
 #: Entries per segment at most; numbers per row that is kept apart, and for sketches below ``SMALL`` numbers.
@@ -153,7 +154,8 @@ class Sketcher:
 
     def __init__(self, leaves: Sequence[Leaf], plans: list[Plan], dtype: torch.dtype, seed: int = 0) -> None:
         self.leaves, self.plans, self.dtype = list(leaves), plans, dtype
-        self.device = leaves[0].parameter.device if leaves else torch.device("cpu")
+        self.flat = FlatLayout([leaf.parameter for leaf in leaves], dtype)
+        self.device = self.flat.device
         #: Columns of lossy tensors come first.
         self.order = [i for i, p in enumerate(plans) if not p.lossless] + [i for i, p in enumerate(plans) if p.lossless]
         self.columns: dict[int, slice] = {}
@@ -302,6 +304,22 @@ class Sketcher:
         if kept:
             flat[:, self.cut :] = torch.cat(kept, 1)
         return SketchedDirection(flat, made)
+
+    def of_flat(self, d: Tensor, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
+        """Sketch directions ``[k, size]``, which hold all tensors one after the other."""
+        return self.of_directions(list(self.flat.views(d)), len(d), epoch, tables)
+
+    def kept_columns(self, place: int) -> slice:
+        """Return the columns of a tensor of which every entry is kept, counted among those columns."""
+        return slice(self.columns[place].start - self.cut, self.columns[place].stop - self.cut)
+
+    def columns_of(self, numbers: Any) -> Tensor | float:
+        """Return numbers by tensor as one number if they are all alike (zeros aside), else by column."""
+        some = {float(x) for x in numbers if x != 0.0}
+        if len(some) <= 1:
+            return some.pop() if some else 0.0
+        by_order = torch.tensor([float(numbers[i]) for i in self.order], dtype=self.dtype)
+        return by_order.to(self.device, non_blocking=True)[self.owner]
 
     def by_tensor(self, x: Tensor) -> Tensor:
         """Add up columns by tensor: ``[..., columns]`` to ``[..., tensors]``, in the order of :attr:`order`."""

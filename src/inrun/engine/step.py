@@ -11,6 +11,7 @@ with accountant.step(ids):       Step.__enter__: the method works out what it mu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ class Microbatch:
         longest = None
         if self.samples.documents is not None:
             longest = int(torch.bincount(self.samples.documents[self.samples.documents >= 0]).max())
-        request = run.scorer.request(self.samples.n, longest)
+        request = run.scorer.request(self.samples.n, longest, self.step.audited)
         for s in run.parameters.scored:
             s.leaf.reader.begin(request)  # type: ignore[union-attr]
         self.request = request
@@ -92,8 +93,8 @@ def sample_rows(ids: Any) -> tuple[Tensor, Tensor | None]:
 class Step:
     """One optimizer step; made by ``accountant.step``."""
 
-    def __init__(self, run: Run, ids: Any, audited: bool, fresh: bool) -> None:
-        self.run, self.audited, self.fresh = run, audited, fresh
+    def __init__(self, run: Run, ids: Any, audited: bool, fresh: bool, begin: Callable[[], None]) -> None:
+        self.run, self.audited, self.fresh, self._begin = run, audited, fresh, begin
         self.number = run.steps_done
         self.microbatches: list[Microbatch] = []
         self._given = None if ids is None else Microbatch(self, ids)
@@ -110,6 +111,7 @@ class Step:
             raise StepError("this step was entered already. Make a new one with accountant.step().")
         self._entered = True
         self.run.begin(self)
+        self._begin()
         try:
             self.run.mover.begin()
             self.run.scorer.begin(self.number)
@@ -174,10 +176,13 @@ class Step:
         if not self.microbatches:
             raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
         self._check_coverage(some)
-        self.clips[index] = run.scorer.clip(self.readings, index)
+        with torch.no_grad():
+            self.clips[index] = run.scorer.clip(self.readings, index)
         self.rates[index] = learning_rate(run.optimizers[index])
         if len(self.clips) == 1:
-            run.scorer.before_move(self.number, self.clips)
+            run.scorer.before_move(self.number, self.readings, self.clips)
+        if self.audited:
+            run.scorer.check(self.readings, index, self.clips[index])
         run.mover.before(run.optimizers[index], index)
 
     def after_optimizer(self, index: int) -> None:
@@ -217,6 +222,8 @@ class Step:
     def _leave(self, failed: bool) -> None:
         for micro in self.microbatches:
             micro.close(failed=True)
+        if failed:
+            self.run.scorer.drop()
         self.run.end(self)
 
     @property

@@ -22,17 +22,27 @@ Loss = Callable[..., Tensor]
 
 @dataclass
 class Gradients:
-    """Losses ``[k]`` in float64 on the device, and gradients ``[k, *shape]`` by parameter; None where there is none."""
+    """Losses ``[k]`` in float64 on the device; and per loss the gradients by parameter, None where there is none."""
 
     labels: list[Label]
     losses: Tensor
-    raw: list[Tensor | None]
+    rows: list[Sequence[Tensor | None]]
+
+    def of(self, place: int, dtype: torch.dtype) -> Tensor | None:
+        """Return the gradients of one parameter, ``[k, *shape]``."""
+        grads = [row[place] for row in self.rows]
+        present = [g for g in grads if g is not None]
+        if not present:
+            return None
+        if len(grads) == 1:
+            return present[0].to(dtype).contiguous().unsqueeze(0)
+        return torch.stack([torch.zeros_like(present[0]) if g is None else g for g in grads]).to(dtype)
 
 
 class Validation:
     """The named validation callables of a run."""
 
-    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss]) -> None:
+    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss], mode: str = "eval") -> None:
         named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
         if not named:
             raise ConfigurationError("validation= is empty. Give at least one callable that returns a loss.")
@@ -43,7 +53,7 @@ class Validation:
                 )
             if not callable(fn) and not hasattr(fn, "split"):
                 raise ConfigurationError(f"validation[{name!r}] is {type(fn).__name__}, not a callable(model) -> loss.")
-        self.model, self.callables = model, named
+        self.model, self.callables, self.mode = model, named, mode
         self._wants_step = {name: _required_arguments(fn) >= 2 for name, fn in named.items()}
         self._written: set[int] | None = None
 
@@ -51,6 +61,16 @@ class Validation:
     def names(self) -> list[str]:
         """Return the names of the validation sets."""
         return list(self.callables)
+
+    def function(self, name: str | None, step: int) -> tuple[str, Callable[[nn.Module], Tensor]]:
+        """Return the name of a set (default: the first) and its mean loss at a step as a function of any model."""
+        name = self.names[0] if name is None else name
+        if name not in self.callables:
+            raise ConfigurationError(f"validation is {name!r}. This accountant has {', '.join(self.names)}.")
+        fn = self.callables[name]
+        call = getattr(fn, "fn", fn) if hasattr(fn, "split") else fn
+        wants_step = self._wants_step[name]
+        return name, lambda model: (call(model, step) if wants_step else call(model)).mean()
 
     @torch.no_grad()
     def losses(self, step: int) -> Tensor:
@@ -92,8 +112,7 @@ class Validation:
                 folds = hasattr(self.callables[name], "split")
                 labels += [Label(name, None if loss.dim() == 0 else j, folds) for j in range(len(points))]
                 losses.append(points.detach().double())
-        raw = [_stacked([g[i] for g in found]) for i in range(len(parameters))]
-        return Gradients(labels, torch.cat(losses), raw)
+        return Gradients(labels, torch.cat(losses), found)
 
     def _loss(self, name: str, step: int) -> Tensor:
         fn = self.callables[name]
@@ -115,7 +134,7 @@ class Validation:
         salt = 1 + self.names.index(name)
         with (
             forked_random((step * 1_000_003 + salt) % (2**63 - 1), self.model),
-            evaluating(self.model),
+            evaluating(self.model) if self.mode == "eval" else contextlib.nullcontext(),
             self._buffers(),
             no_reentry(),
         ):
@@ -151,17 +170,6 @@ def _required_arguments(fn: Any) -> int:
     except (TypeError, ValueError):
         return 1
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _stacked(grads: list[Tensor | None]) -> Tensor | None:
-    """Join the gradients of one parameter, ``[k, *shape]``, in float32 at least; a new tensor unless k is 1."""
-    present = [g for g in grads if g is not None]
-    if not present:
-        return None
-    dtype = torch.promote_types(present[0].dtype, torch.float32)
-    if len(grads) == 1:
-        return present[0].to(dtype).contiguous().unsqueeze(0)
-    return torch.stack([torch.zeros_like(present[0]) if g is None else g for g in grads]).to(dtype)
 
 
 def _with_curvature(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from inrun.engine.memory import Numbers, StepMemory
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
+from inrun.errors import ConfigurationError, ValidationError
 from inrun.optimizers import Memory
 
 #: Steps after which running sums begin anew.
@@ -72,18 +74,30 @@ class Settled:
 class Window:
     """The ring and its sums."""
 
-    def __init__(self, sketcher: Sketcher, sets: int, tables: Sequence[int]) -> None:
-        self.sketcher, self.sets, self.tables = sketcher, sets, list(tables)
+    def __init__(self, sketcher: Sketcher, tables: Sequence[int]) -> None:
+        self.sketcher, self.tables = sketcher, list(tables)
+        #: Validation losses; known with the first direction.
+        self.sets = 0
         self.memory = StepMemory(len(sketcher.plans))
         self.slots: list[Slot] = []
-        self.epochs: list[Epoch] = []
+        self.epochs: list[Epoch] = [sketcher.epoch(0, {})]
         #: Rows; and by use what it was paid and what R had for it when it entered, and the spread of its rows apart.
         self.ring = torch.zeros(0)
         self.uses: dict[str, Tensor] = {}
         #: By step, some columns of the direction that was known at its backward, and of R since then.
         self.directions: dict[str, Tensor] = {}
         self.apart: dict[tuple[int, int], TableRows] = {}
-        self.since = 0
+
+    def check_sets(self, sets: int, step: int) -> None:
+        """Take the number of validation losses; it must stay as it is."""
+        if self.sets == 0:
+            self.sets = sets
+            self._clear_sums(self.epoch)
+        elif self.sets != sets:
+            raise ValidationError(
+                f"there are {sets} validation losses at step {step}, and there were {self.sets} before. Uses are paid over many "
+                "steps, so the number of points and folds must stay the same."
+            )
 
     # Room
 
@@ -123,12 +137,16 @@ class Window:
 
     def begin_epoch(self, epoch: Epoch) -> None:
         """Sketch in a new way from now on."""
+        self._clear_sums(epoch)
+        self.epochs.append(epoch)
+        self._drop_epochs()
+
+    def _clear_sums(self, epoch: Epoch) -> None:
         sk = self.sketcher
         epoch.paid = torch.zeros(self.sets, sk.size, dtype=sk.dtype, device=sk.device)
         for i in self.tables:
             plan = sk.plans[i]
             epoch.tables[i] = torch.zeros(self.sets, plan.rows, plan.per_row, dtype=sk.dtype, device=sk.device)
-        self.epochs.append(epoch)
 
     @property
     def epoch(self) -> Epoch:
@@ -148,7 +166,8 @@ class Window:
         entering: Entering,
         directions: dict[int, SketchedDirection],
         known: Tensor | None,
-    ) -> Tensor:
+        own_credits: Tensor,
+    ) -> None:
         """Pay a step: add its direction to the sums, and let its uses in.
 
         Args:
@@ -157,22 +176,17 @@ class Window:
             entering: The step's rows, multiplied by what their gradients were multiplied by (clipping).
             directions: S D by ``id`` of the epoch.
             known: S v of the direction known at the backward, ``[k, columns]``, if any.
-
-        Returns:
-            What the step's own rows were paid by it, ``[n, k]``.
+            own_credits: What the step pays its own rows, ``[n, k]``.
         """
         weight, f, own = self.memory.step(memories)
         for e in self.epochs:
             self._add(e, directions[id(e)], f)
         for slot in self.slots:
             slot.passed += float(np.abs(f).max(initial=0.0))
-        self.since += 1
-        self._enter(step, entering, directions[id(self.epoch)], weight, own, known)
-        slot = self.slots[-1]
-        return self.uses["credit"][slot.place, : slot.rows].clone()
+        self._enter(step, entering, directions[id(self.epoch)], weight, own, known, own_credits)
 
-    def spread_of(self, memories: Sequence[Memory | None], directions: dict[int, SketchedDirection]) -> Tensor:
-        """Return Σ|c| that a step which is not counted yet pays to the open uses, ``[k]``."""
+    def abs_sum_of(self, memories: Sequence[Memory | None], directions: dict[int, SketchedDirection]) -> Tensor:
+        """Return Σ|credit| that a step which is not counted yet pays to the open uses, ``[k]``."""
         f = self.memory.preview(memories)
         total = torch.zeros(self.sets, dtype=torch.float64, device=self.sketcher.device)
         by = self._columns(f)
@@ -187,11 +201,7 @@ class Window:
 
     def _columns(self, numbers: Numbers) -> Tensor | float:
         """Return numbers by tensor as one number if they are all alike (zeros aside), else by column."""
-        some = numbers[numbers != 0.0]
-        if len(some) == 0 or bool((some == some[0]).all()):
-            return float(some[0]) if len(some) else 0.0
-        by_order = torch.tensor([numbers[i] for i in self.sketcher.order], dtype=self.sketcher.dtype)
-        return by_order.to(self.sketcher.device, non_blocking=True)[self.sketcher.owner]
+        return self.sketcher.columns_of(numbers)
 
     def _add(self, epoch: Epoch, direction: SketchedDirection, f: Numbers) -> None:
         by = self._columns(f)
@@ -204,26 +214,24 @@ class Window:
                 epoch.tables[i].add_(table, alpha=float(f[i]))
 
     def _enter(
-        self, step: int, entering: Entering, direction: SketchedDirection, weight: Numbers, own: Numbers, known: Tensor | None
+        self,
+        step: int,
+        entering: Entering,
+        direction: SketchedDirection,
+        weight: Numbers,
+        own: Numbers,
+        known: Tensor | None,
+        own_credits: Tensor,
     ) -> None:
         sk, n = self.sketcher, len(entering.rows)
         place = self._free_place(n)
         slot = Slot(step, place, n, self.epoch)
         row = self.ring[place, :n]
-        row.copy_(entering.rows)
-        self._enter_tables(place, n, entering)
-        own_by = self._columns(own)
-        paid = direction.flat * own_by
-        credit = row @ paid.t()
+        self._enter_tables(place, n, entering, weight)
+        self.uses["credit"][place, :n] = own_credits
+        torch.mul(entering.rows, self._columns(weight), out=row)
+        spread = torch.zeros_like(own_credits)
         for (i, _), t in self.apart.items():
-            if i in direction.tables:
-                credit += float(own[i]) * contract(t.numbers[place, :n], t.values[place, :n], direction.tables[i])
-        self.uses["credit"][place, :n] = credit
-        weight_by = self._columns(weight)
-        row.mul_(weight_by)
-        spread = torch.zeros_like(credit)
-        for (i, _), t in self.apart.items():
-            t.values[place, :n].mul_(float(weight[i]))
             if i in direction.tables:
                 spread += contract(t.numbers[place, :n], t.values[place, :n].square(), direction.tables[i].square())
         self.uses["spread"][place, :n] = spread.sqrt_()
@@ -233,18 +241,21 @@ class Window:
             some = slice(0, sk.cut, EVERY)
             ratio = self._columns(np.where(weight == 0.0, 0.0, own / np.where(weight == 0.0, 1.0, weight)))
             here = (direction.flat * ratio)[:, some]
-            self.directions["paid"][place] = here - slot.epoch.paid[:, some]
-            self.directions["known"][place] = 0.0 if known is None else known[:, some]
+            torch.sub(here, slot.epoch.paid[:, some], out=self.directions["paid"][place])
+            if known is None:
+                self.directions["known"][place].zero_()
+            else:
+                self.directions["known"][place] = known[:, some]
             slot.passed = 1.0
 
-    def _enter_tables(self, place: int, n: int, entering: Entering) -> None:
+    def _enter_tables(self, place: int, n: int, entering: Entering, weight: Numbers) -> None:
         for t in self.apart.values():
             t.values[place].zero_()
         for i, call, first, numbers, values in entering.tables:
             at = self._table((i, call), numbers.shape[1], values.shape[2])
             rows = slice(first, first + len(numbers))
             at.numbers[place, rows, : numbers.shape[1]] = numbers
-            at.values[place, rows, : numbers.shape[1]] = values
+            torch.mul(values, float(weight[i]), out=at.values[place, rows, : numbers.shape[1]])
 
     def _table(self, key: tuple[int, int], r: int, per_row: int) -> TableRows:
         steps, rows = self.ring.shape[:2]
@@ -281,15 +292,20 @@ class Window:
         """Settle all that is open as it stands."""
         return self._settle(len(self.slots))
 
-    def _settle(self, count: int) -> list[Settled]:
-        found = [
+    def open_credits(self, count: int | None = None) -> list[Settled]:
+        """Return what the open uses were paid so far, as if they were settled now; of the oldest ``count`` steps."""
+        return [
             Settled(slot.step, self.credits_of(slot), self.error_of(slot), self.memory.share_paid(j))
             for j, slot in enumerate(self.slots[:count])
         ]
+
+    def _settle(self, count: int) -> list[Settled]:
+        if count == 0:
+            return []
+        found = self.open_credits(count)
         self.slots = self.slots[count:]
         self.memory.forget(count)
-        if count:
-            self._drop_epochs()
+        self._drop_epochs()
         return found
 
     def error_of(self, slot: Slot) -> Tensor:
@@ -338,7 +354,62 @@ class Window:
             e.paid.zero_()
             for table in e.tables.values():
                 table.zero_()
-        self.since = 0
+
+    # Going on later
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors; of the ring what is open."""
+        numbers = {id(e): e.number for e in self.epochs}
+        held = {
+            "ring": self.ring,
+            **{f"uses.{name}": x for name, x in self.uses.items()},
+            **{f"directions.{name}": x for name, x in self.directions.items()},
+            **{f"numbers.{i}.{call}": t.numbers for (i, call), t in self.apart.items()},
+            **{f"values.{i}.{call}": t.values for (i, call), t in self.apart.items()},
+        }
+        places = [s.place for s in self.slots]
+        return {
+            "sets": self.sets,
+            "memory": self.memory.state_dict(),
+            "shape": list(self.ring.shape),
+            "slots": [[s.step, s.place, s.rows, numbers[id(s.epoch)], s.passed] for s in self.slots],
+            "epochs": [
+                {"number": e.number, "paid": e.paid, "tables": dict(e.tables), "weights": list(e.weights)} for e in self.epochs
+            ],
+            "held": {name: x[places].clone() for name, x in held.items()} if places else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore."""
+        sk = self.sketcher
+        if state["shape"] and len(state["shape"]) == 3 and state["shape"][2] != sk.size:
+            raise ConfigurationError(
+                f"the saved run kept {state['shape'][2]} numbers per sample, this accountant {sk.size}. Give the same sketch=."
+            )
+        self.sets = state["sets"]
+        self.memory.load_state_dict(state["memory"])
+        self.epochs = []
+        for saved in state["epochs"]:
+            epoch = sk.epoch(saved["number"], {})
+            epoch.weights = [None if w is None else w.to(sk.device, copy=True) for w in saved["weights"]]
+            epoch.paid = saved["paid"].to(sk.device, copy=True)
+            epoch.tables = {int(i): t.to(sk.device, copy=True) for i, t in saved["tables"].items()}
+            self.epochs.append(epoch)
+        by_number = {e.number: e for e in self.epochs}
+        self.slots = [Slot(step, place, rows, by_number[n], passed) for step, place, rows, n, passed in state["slots"]]
+        self.ring, self.uses, self.directions, self.apart = torch.zeros(0), {}, {}, {}
+        if len(state["shape"]) == 3:
+            self.reserve(state["shape"][0], state["shape"][1])
+        places = [s.place for s in self.slots]
+        for name, x in state["held"].items():
+            kind, _, rest = name.partition(".")
+            if kind in ("numbers", "values"):
+                i, call = map(int, rest.split("."))
+                wide = state["held"][f"values.{i}.{call}"].shape
+                target: Tensor = getattr(self._table((i, call), wide[2], wide[3]), kind)
+            else:
+                target = self.ring if kind == "ring" else getattr(self, kind)[rest]
+            target[places] = x.to(sk.device)
 
     def nbytes(self) -> int:
         """Return the memory of the ring and its sums."""

@@ -5,7 +5,7 @@ Letters: n samples, m samples of a chunk, t positions, i/o input and output feat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class PerSample:
             high = min(low + size, self.n)
             yield low, high, self.chunk(low, high)
 
+    def sizes(self) -> Tensor | None:
+        """Return Σ|terms| of every entry over all samples and positions, ``[*shape]``, where it is cheap; None elsewhere."""
+        return None
+
     def total(self) -> Tensor:
         """Return the sum over samples, ``[*shape]``."""
         parts = [part.sum(0) for _, _, part in self.chunks()]
@@ -51,9 +55,14 @@ class PerSample:
 class Formed(PerSample):
     """Gradients at hand, ``[n, *shape]``."""
 
-    def __init__(self, g: Tensor) -> None:
-        self.g, self.n, self.shape, self.device = g, len(g), g.shape[1:], g.device
+    def __init__(self, g: Tensor, terms: Callable[[], Tensor] | None = None) -> None:
+        """``terms`` returns what was added up, ``[n, t, *shape]``."""
+        self.g, self.n, self.shape, self.device, self._terms = g, len(g), g.shape[1:], g.device, terms
         self.dtype = work_dtype(g.dtype)
+
+    def sizes(self) -> Tensor | None:
+        """Return Σ|terms|."""
+        return None if self._terms is None else self._terms().abs().sum((0, 1), dtype=self.dtype)
 
     def chunk(self, low: int, high: int) -> Tensor:
         """Return a copy only where the dtype changes: nobody else holds ``g``."""

@@ -51,7 +51,7 @@ def rule_of_linear(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSa
     if has_weight:
         found.append(Outer(rows, tap.split(saved[0], 1)))
     if has_bias:
-        found.append(Formed(rows.sum(1)))
+        found.append(Formed(rows.sum(1), lambda: rows))
     return found
 
 
@@ -80,7 +80,7 @@ def rule_of_product(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerS
     rows, a = tap.split(b, 1), tap.split(saved[0], 1)
     found: list[PerSample] = [Outer(a, rows)]
     if len(tap.targets) > 1:
-        found.append(Formed(rows.sum(1)))
+        found.append(Formed(rows.sum(1), lambda: rows))
     return found
 
 

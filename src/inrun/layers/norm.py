@@ -28,9 +28,11 @@ def rule_of_norm(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSamp
     normed, wanted, features = tap.constants
     found: list[PerSample] = []
     if wanted[0]:
-        found.append(Formed(tap.split(b * normed(saved[0]), features).sum(1)))
+        scaled = tap.split(b * normed(saved[0]), features)
+        found.append(Formed(scaled.sum(1), lambda: scaled))
     if len(wanted) > 1 and wanted[1]:
-        found.append(Formed(tap.split(b, features).sum(1)))
+        rows = tap.split(b, features)
+        found.append(Formed(rows.sum(1), lambda: rows))
     return found
 
 
@@ -72,13 +74,14 @@ def rule_of_channels(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Per
     normed, wanted = tap.constants
     found: list[PerSample] = []
 
-    def summed(x: Tensor) -> Tensor:
-        return tap.split(x.movedim(1, -1) if x.dim() > 2 else x, 1).sum(1)
+    def summed(x: Tensor) -> Formed:
+        rows = tap.split(x.movedim(1, -1) if x.dim() > 2 else x, 1)
+        return Formed(rows.sum(1), lambda: rows)
 
     if wanted[0]:
-        found.append(Formed(summed(b * normed(saved[0]))))
+        found.append(summed(b * normed(saved[0])))
     if wanted[1]:
-        found.append(Formed(summed(b)))
+        found.append(summed(b))
     return found
 
 

@@ -38,6 +38,9 @@ class Collector(Protocol):
     def add(self, low: int, high: int, g: Tensor) -> None:
         """Take the gradients of samples ``low`` to ``high``, ``[m, *shape]``, which may be overwritten."""
 
+    def take_sizes(self, gradient: PerSample) -> None:
+        """Take Σ|terms| of every entry, if the step asks for it."""
+
     def result(self) -> list[Tensor | None]:
         """Return the gradients of the probes."""
 
@@ -165,6 +168,8 @@ class Tap:
             return [None for _ in readers[0].probes(self)], gradient.total() if total else None
         collectors = [r.collect(gradient.n, self) for r in readers]
         parameters = [leaf.tensor for leaf in source.leaves if leaf.reader is not None]
+        if source.is_leaf:
+            collectors[0].take_sizes(gradient)
         added: Tensor | None = None
         for low, high, g in gradient.chunks():
             if total:

@@ -9,6 +9,7 @@ They are followed until they meet data; the per-sample gradients there are pulle
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -129,6 +130,16 @@ class Tape(TorchFunctionMode):
         self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
         self.inputs.clear()
         self.made.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Tap nothing for the time of the block."""
+        before, self.active = self.active, False
+        try:
+            with torch._C.DisableTorchFunction():
+                yield
+        finally:
+            self.active = before
 
     def end(self) -> None:
         """Let go of everything that the microbatch made."""

@@ -20,7 +20,7 @@ THREADS_FROM = 1 << 20
 #: Tables whose columns are fixed; the user chooses those of the samples.
 FIXED = {"contributions": CONTRIBUTIONS, "credits": CREDITS, "accounts": ACCOUNTS}
 #: Columns of the accounts that books of an older release may lack.
-NEWEST = ("lr_by_optimizer", "clip_by_optimizer", "inherited", "points")
+NEWEST = ("lr_by_optimizer", "clip_by_optimizer", "inherited", "points", "rounding")
 
 
 def to_parquet(table: pa.Table) -> bytes:

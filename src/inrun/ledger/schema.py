@@ -44,6 +44,8 @@ ACCOUNTS = pa.schema(
         # Of runs that keep whole credit: momentum from before scoring began, and points of the quadrature along the move.
         ("inherited", pa.float64()),
         ("points", pa.int64()),
+        # Of runs of the engine that books the moves of entries whose gradient is only rounding.
+        ("rounding", pa.float64()),
     ]
 )
 SCORES = pa.schema(

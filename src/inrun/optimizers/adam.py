@@ -24,7 +24,8 @@ from inrun.optimizers.rule import Group, GroupStep, Memory, UpdateRule
 class MomentRule(UpdateRule):
     """What they share: the first moment is the memory."""
 
-    adaptive = True
+    adaptive = elementwise = True
+    reads_gradients = False
     buffer = "exp_avg"
     decoupled = False
 
@@ -62,6 +63,8 @@ class AdamWRule(AdamRule):
 @register(torch.optim.NAdam)
 class NAdamRule(AdamRule):
     """Adam that looks ahead: z enters the step twice, directly and through m."""
+
+    reads_gradients = True
 
     def check(self, group: Group) -> None:
         """Refuse ``capturable``: κ depends on the step count, which would be on the device."""

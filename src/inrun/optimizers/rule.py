@@ -19,6 +19,7 @@ No method modifies what it is given, and none reads anything back from a device,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,10 @@ class UpdateRule:
     adaptive: bool = False
     #: Whether a step is moved by its own gradient alone.
     forgetful: bool = False
+    #: Whether every entry moves by itself, so that several tensors may be given as one vector.
+    elementwise: bool = False
+    #: Whether ``factor``, ``pushed`` or ``entry`` read this step's gradients.
+    reads_gradients: bool = True
     #: The entry of the state that is remembered, and q unless ``pushed`` says otherwise.
     buffer: str | None = None
     #: Whether weight decay is lr·λ beside the update where the group does not say; None: neither.
@@ -139,6 +144,8 @@ class UpdateRule:
     def __init__(self) -> None:
         #: Step counts on a device that are known to be beyond EARLY.
         self._late = WeakTensorKeyDictionary()
+        #: Whether the tensors of a group have stepped equally often, by the count of its first tensor.
+        self._agreed = WeakTensorKeyDictionary()
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Check all groups; a rule may also read options that an optimizer keeps elsewhere."""
@@ -220,6 +227,13 @@ class UpdateRule:
         if count not in self._late and float(count) > EARLY:
             self._late[count] = True
         return count not in self._late
+
+    def counts_agree(self, counts: Sequence[Any]) -> bool:
+        """Return whether step counts on a device are equal. They are read once, and later believed to go on alike."""
+        key = counts[0]
+        if key not in self._agreed:
+            self._agreed[key] = len({float(c) for c in counts}) == 1
+        return bool(self._agreed[key])
 
     @torch.no_grad()
     def own_direction(self, raw: Tensors, moved: Tensors, step: GroupStep) -> list[Tensor]:

@@ -31,7 +31,7 @@ from inrun.optimizers.sgd import plain_rate
 class RMSpropRule(UpdateRule):
     """With momentum q is the buffer, A = lr, and z is divided by its size as it enters."""
 
-    adaptive = True
+    adaptive = elementwise = True
     buffer = "momentum_buffer"
     decoupled = False
 
@@ -67,7 +67,7 @@ class RMSpropRule(UpdateRule):
 class AdagradRule(UpdateRule):
     """Adagrad with its learning rate decay and initial accumulator."""
 
-    adaptive = forgetful = True
+    adaptive = forgetful = elementwise = True
     decoupled = False
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class AdagradRule(UpdateRule):
 class AdadeltaRule(UpdateRule):
     """A has the size of earlier moves in it, to which the step has already added its own."""
 
-    adaptive = forgetful = True
+    adaptive = forgetful = elementwise = True
     decoupled = False
 
     @torch.no_grad()

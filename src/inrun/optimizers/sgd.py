@@ -20,6 +20,7 @@ def plain_rate(step: GroupStep) -> list[Tensor] | float:
 class SGDRule(UpdateRule):
     """z = ±G + λw;  b ← μb + (1−τ)z, at first b = z;  w ← w − lr·(b, or z + μb with nesterov)."""
 
+    elementwise = True
     buffer = "momentum_buffer"  # None until the first step with momentum
     decoupled = False
 
@@ -88,7 +89,7 @@ class ASGDRule(UpdateRule):
 class RpropRule(UpdateRule):
     """w ← w − sign(z)·size; where z changed its sign the weight stays. A = size / |z|."""
 
-    adaptive = forgetful = True
+    adaptive = forgetful = elementwise = True
 
     @torch.no_grad()
     def factor(self, step: GroupStep) -> list[Tensor] | float:

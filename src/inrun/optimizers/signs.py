@@ -42,7 +42,7 @@ UNKNOWN = ("caution", "cautious", "use_gc", "adanorm")
 class LionRule(UpdateRule):
     """q = β₁m + (1−β₁)z, A = lr / |q|; afterwards m ← β₂m + (1−β₂)z."""
 
-    adaptive = True
+    adaptive = elementwise = True
     buffer = "exp_avg"
 
     def __init__(self) -> None:

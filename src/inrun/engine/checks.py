@@ -1,0 +1,96 @@
+"""Audits. Each compares two sums that must agree, on the device; the host reads the result with the step's record.
+
+Conservation   Σ_n ⟨g_n, v⟩ = ⟨G, v⟩, and entry by entry for small tensors: sees gradient that flows through no sample's row, and
+               gradients that were changed by something else than one factor (value clipping, noise, a regularizer's gradient).
+Memory         what the optimizer remembers = Σ κ c g + decay + momentum of before: sees a wrong β, a wrong factor, a reset state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inrun.engine.parameters import Parameters, Scored
+from inrun.engine.reading import Reading
+from inrun.engine.transfer import Array
+from inrun.errors import ConservationError, CreditError, InrunError
+
+#: Relative errors that rounding may cause, by precision.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+#: A tensor's difference is compared with its own size, and with so much of the size of all.
+OF_ALL = 1e-3
+
+
+def nothing(parameters: Parameters) -> Tensor:
+    """Return blank results, ``[4, tensors]``: difference and size of conservation, then of memory."""
+    return torch.zeros(4, len(parameters.scored), dtype=torch.float32, device=parameters.device)
+
+
+@torch.no_grad()
+def check_products(out: Tensor, some: Sequence[Scored], readings: Sequence[Reading], clip: Tensor, v: dict[int, Tensor]) -> None:
+    """Add by tensor how far Σ_n ⟨g_n, v⟩ is from ⟨G, v⟩, and Σ|⟨g_n, v⟩|, to ``out`` ``[2, tensors]``."""
+    for s in some:
+        parts = [r.products[s.place] for r in readings if s.place in r.products]
+        g, d = s.parameter.grad, v.get(s.place)
+        if g is None or d is None or not parts:
+            continue
+        d, g = d.reshape(len(d), -1), g.reshape(-1).to(d.dtype)
+        x = torch.cat(parts).to(d.dtype) * clip
+        out[0, s.place] += torch.linalg.vector_norm(d @ g - x.sum(0))
+        # Where v is at right angles to all gradients, rounding is that of the products.
+        bound = torch.linalg.vector_norm(d) * torch.linalg.vector_norm(g)
+        out[1, s.place] += torch.linalg.vector_norm(x.abs().sum(0)) + OF_ALL * bound
+
+
+@torch.no_grad()
+def check_entries(out: Tensor, columns: dict[int, slice], rows: Tensor, now: Tensor, clip: Tensor) -> None:
+    """Add by tensor how far Σ_n g_n is from G entry by entry, and the norm of Σ|g_n|, to ``out`` ``[2, tensors]``.
+
+    Args:
+        out: Differences and sizes.
+        columns: The columns of tensors of which every entry is kept.
+        rows: Per-sample entries, ``[n, columns]``.
+        now: The gradients as the optimizer will use them, in the same columns.
+        clip: The factor between the two.
+    """
+    off, size = now - rows.sum(0) * clip, rows.abs().sum(0) * clip
+    for i, c in columns.items():
+        out[0, i] += torch.linalg.vector_norm(off[c])
+        out[1, i] += torch.linalg.vector_norm(size[c])
+
+
+def judge(step: int, names: Sequence[str], dtypes: Sequence[torch.dtype], results: Array) -> InrunError | None:
+    """Return the error of a failed audit, None if it passed.
+
+    Args:
+        step: The number of the step.
+        names: Of the tensors.
+        dtypes: In which the model computes.
+        results: ``[4, tensors]``, see :func:`nothing`.
+    """
+    allowed = max(TOLERANCE.get(d, TOLERANCE[torch.float32]) for d in dtypes)
+
+    def worst(difference: Array, size: Array) -> tuple[float, str, int]:
+        size = size + OF_ALL * float(np.linalg.norm(size))
+        off = np.divide(difference, size, out=np.where(difference > 0, np.inf, 0.0), where=size > 0)
+        off = np.where(np.isnan(off), np.inf, off)
+        return float(off.max(initial=0.0)), names[int(off.argmax())], int((off > allowed).sum())
+
+    off, name, count = worst(results[0], results[1])
+    if count:
+        return ConservationError(
+            f"step {step}: the samples' gradients do not add up to the gradient of {name} (off by {off:.1e} of their size; {count} of "
+            f"{len(names)} tensors). Gradient that flows through no sample's row, or gradients that something else than one factor "
+            "changes before the optimizer steps (value clipping, noise), cannot be scored."
+        )
+    off, name, count = worst(results[2], results[3])
+    if count:
+        return CreditError(
+            f"step {step}: what the optimizer remembers of {name} is not what the samples of the open steps gave it (off by {off:.1e}; "
+            f"{count} of {len(names)} tensors). Its state was reset or changed. Make a new accountant after such a change, or take "
+            'method="step".'
+        )
+    return None

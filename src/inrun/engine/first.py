@@ -1,0 +1,144 @@
+"""Theorems 1 and 2 of the paper, with its SGD proxy: η c ⟨g_n, ∇ℓ(w)⟩, or η c ⟨g_n, ∇ℓ(w) − (η/2) H Σ g⟩."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from inrun.engine.checks import check_products, nothing
+from inrun.engine.parameters import Parameters
+from inrun.engine.readers import Request, contract_rows
+from inrun.engine.reading import Reading, clip_from_products, ratio
+from inrun.engine.scorer import Accounts, Outcome, Scorer, finite
+from inrun.engine.validation import Gradients, Validation
+from inrun.layers.gradients import LookUp
+
+if TYPE_CHECKING:
+    from inrun.engine.move import Mover
+
+
+class FirstScorer(Scorer):
+    """Contracts with the validation gradient in the backward; nothing is kept."""
+
+    def __init__(self, parameters: Parameters, validation: Validation) -> None:
+        super().__init__(parameters, validation)
+        self._found: Gradients
+        self._directions: dict[int, Tensor] = {}
+        self._failures: Tensor | None = None
+
+    def begin(self, step: int) -> None:
+        """Take the validation gradient at the weights before the step."""
+        self._take(self.validation.gradients(self.parameters.tensors(), step))
+
+    def _take(self, found: Gradients) -> None:
+        self._found, dtype = found, self.parameters.dtype
+        every = ((i, found.of(i, dtype)) for i in range(len(self.parameters.scored)))
+        self._directions = {i: v for i, v in every if v is not None}
+
+    def request(self, n: int, longest: int | None, audited: bool) -> Request:
+        """Contract with the validation gradient."""
+        k = len(self._found.labels)
+        return Request(n, self.parameters.dtype, directions=self._directions, k=k, longest=longest)
+
+    def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
+        """Compare inner products."""
+        return clip_from_products(readings, self.parameters.of(optimizer), self._directions)
+
+    def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
+        """Check conservation."""
+        if self._failures is None:
+            self._failures = nothing(self.parameters)
+        check_products(self._failures[:2], self.parameters.of(optimizer), readings, clip, self._directions)
+
+    def drop(self) -> None:
+        """Forget the check."""
+        self._failures = None
+
+    @torch.no_grad()
+    def score(self, step: int, mover: Mover, readings: Sequence[Reading], clips: dict[int, Tensor]) -> Outcome:
+        """Add up over parameters."""
+        found, dtype = self._found, self.parameters.dtype
+        parts = [self._contributions(r, clips) for r in readings]
+        contributions = torch.cat(parts) if parts else torch.zeros(0, len(found.labels), dtype=dtype)
+        total = contributions.sum(0, dtype=torch.float64)
+        accounts = Accounts(total, contributions.abs().sum(0, dtype=torch.float64), points=1)
+        valid = torch.stack([finite(contributions, *clips.values()), finite(found.losses)])
+        failures, self._failures = self._failures, None
+        return Outcome(found.labels, found.losses, contributions, accounts, valid, failures)
+
+    def _contributions(self, reading: Reading, clips: dict[int, Tensor]) -> Tensor:
+        """Return Σ η c ⟨g_n, v⟩ over the parameters that were stepped, ``[n, k]``."""
+        total: Tensor | None = None
+        for optimizer, clip in clips.items():
+            some = [s for s in self.parameters.of(optimizer) if s.place in reading.products]
+            if not some:
+                continue
+            products = torch.stack([reading.products[s.place] for s in some], 2)
+            part = products @ self._rates([s.place for s in some]).to(products.dtype)
+            part = part * clip
+            total = part if total is None else total + part
+        if total is None:
+            like = self._found.losses
+            total = torch.zeros(reading.n, len(like), dtype=self.parameters.dtype, device=like.device)
+        return total
+
+    def _rates(self, places: list[int]) -> Tensor:
+        """Return ±η of some parameters, a vector."""
+        groups = [self.parameters.scored[i].group for i in places]
+        rates = [(-g["lr"] if g.get("maximize") else g["lr"]) for g in groups]
+        if any(isinstance(r, Tensor) for r in rates):
+            device = self.parameters.device
+            return torch.stack([torch.as_tensor(r, dtype=torch.float32).to(device).reshape(()) for r in rates])
+        if len(set(rates)) == 1:
+            return torch.full((len(rates),), float(rates[0]), dtype=self.parameters.dtype, device=self.parameters.device)
+        return torch.tensor(rates, dtype=self.parameters.dtype).to(self.parameters.device, non_blocking=True)
+
+
+class SecondScorer(FirstScorer):
+    """Keeps the per-sample gradients until the batch's gradient, and with it the direction, is known."""
+
+    def begin(self, step: int) -> None:
+        """Nothing is known before the backward."""
+
+    def request(self, n: int, longest: int | None, audited: bool) -> Request:
+        """Keep the gradients."""
+        return Request(n, self.parameters.dtype, keeps=True, longest=longest)
+
+    def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
+        """Compare the batch's gradients."""
+        known, now = [], []
+        for s in self.parameters.of(optimizer):
+            totals = [g.total() for r in readings for i, g in r.kept if i == s.place]
+            if totals and s.parameter.grad is not None:
+                known.append(torch.stack(totals).sum(0).reshape(-1).to(self.parameters.dtype))
+                now.append(s.parameter.grad.reshape(-1).to(self.parameters.dtype))
+        return ratio(torch.cat(known), torch.cat(now)) if known else torch.ones((), dtype=self.parameters.dtype)
+
+    def before_move(self, step: int, readings: Sequence[Reading], clips: dict[int, Tensor]) -> None:
+        """Take ∇ℓ − (η/2) H Σg with the gradient that the optimizer is about to use, and contract."""
+        rates = self._rates([s.place for s in self.parameters.scored])
+        move = [
+            None if s.parameter.grad is None else s.parameter.grad * -rate
+            for s, rate in zip(self.parameters.scored, rates, strict=True)
+        ]
+        self._take(self.validation.gradients(self.parameters.tensors(), step, move))
+        with torch.no_grad():
+            for r in readings:
+                self._contract(r)
+
+    def _contract(self, reading: Reading) -> None:
+        """Turn kept gradients into inner products with the direction."""
+        for i, g in reading.kept:
+            v = self._directions.get(i)
+            if v is None:
+                continue
+            if isinstance(g, LookUp):
+                found = contract_rows(g, v).to(v.dtype)
+            else:
+                flat = v.reshape(len(v), -1)
+                found = torch.cat([part.reshape(len(part), -1).to(v.dtype) @ flat.t() for _, _, part in g.chunks()])
+            before = reading.products.get(i)
+            reading.products[i] = found if before is None else before + found

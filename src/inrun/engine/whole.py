@@ -1,0 +1,440 @@
+"""Whole credit, through the optimizer's memory; and with ``own_step`` only the share of a step's own move.
+
+Credit of sample n, used at step s:  Σ_{t≥s} κ_{t,s} c_s ⟨g_n, D_t⟩,  D_t = A_t∘∇̄_t with ∇̄_t the validation gradient along the move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from inrun.engine.carried import Carried, Spans, merged
+from inrun.engine.checks import check_entries, check_products, nothing
+from inrun.engine.parameters import Parameters
+from inrun.engine.readers import Request
+from inrun.engine.reading import Reading, clip_from_entries, correct, joined
+from inrun.engine.rounding import cancelled
+from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer, finite
+from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
+from inrun.engine.validation import Gradients, Validation
+from inrun.engine.window import Entering, Settled, Window, contract
+from inrun.errors import ConfigurationError, ValidationError
+from inrun.optimizers import NO_MEMORY, Memory, UpdateRule
+
+if TYPE_CHECKING:
+    from inrun.engine.move import Mover
+
+#: Steps after which sketches get new weights and signs; later every 22.
+REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
+
+
+@dataclass(eq=False)
+class Current:
+    """The step that is being scored."""
+
+    #: The rows of its uses, and the gradients of small tensors as the optimizers used them.
+    entering: Entering
+    now: Tensor
+    failures: Tensor | None = None
+    step: int = -1
+    mover: Mover | None = None
+    #: Whether the gradients, and the validation losses, were finite.
+    valid: Tensor | None = None
+    #: κ by tensor; parts of q that no sample is paid for.
+    memories: list[Memory | None] = field(default_factory=list)
+    decay: Tensor | None = None
+    inherited: Tensor | None = None
+    rounding: Tensor | None = None
+    sketched: SketchedDirection | None = None
+
+
+class WholeScorer(RefiningScorer):
+    """The method ``whole``, and ``step`` with ``own_step``."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        validation: Validation,
+        rules: Sequence[UpdateRule],
+        sketcher: Sketcher,
+        tables: Sequence[int],
+        own_step: bool = False,
+    ) -> None:
+        super().__init__(parameters, validation)
+        self.rules, self.sketcher, self.own_step = list(rules), sketcher, own_step
+        self.window = Window(sketcher, [i for i in tables if sketcher.plans[i].fine])
+        self.steps = 0
+        #: The last direction ``[k, size]``, and its sketch.
+        self.direction: Tensor | None = None
+        self.known: SketchedDirection | None = None
+        self.carried = {name: Carried() for name in ("decay", "inherited", "rounding")}
+        #: Entries of small tensors whose batch gradient is only rounding, as the last audit saw them.
+        self.cancelled: Tensor | None = None
+        self.current: Current | None = None
+        #: Σ|credit| of all uses over that of a step's own, as it was last measured.
+        self._to_all: Tensor | float = 1.0
+
+    def inherit(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> None:
+        """Note what the optimizers remember from before scoring began."""
+        held = [self.rules[s.optimizer].remembered(optimizers[s.optimizer].state.get(s.parameter, {})) for s in self.parameters.scored]
+        if not self.own_step and any(h is not None for h in held):
+            value = mover.flat.buffer()
+            mover.flat.fill(value, held)
+            self.carried["inherited"].begin(value)
+
+    # The backward
+
+    def request(self, n: int, longest: int | None, audited: bool) -> Request:
+        """Sketch gradients, and contract them with the last direction."""
+        sk, known = self.sketcher, {}
+        if self.direction is not None:
+            known = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
+        k = 0 if self.direction is None else len(self.direction)
+        return Request(n, sk.dtype, sk, self.window.epoch, known, k, audited, longest)
+
+    def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
+        """Compare entries of small tensors with the samples'."""
+        sk = self.sketcher
+        if self.current is None:
+            entering = joined(sk, readings)
+            if self.known is not None:
+                correct(sk, entering, readings, self.known.flat, self.known.tables)
+            now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
+            if any(r.sizes for r in readings):
+                self.cancelled = cancelled(sk, entering.rows, readings, [s.parameter.dtype for s in self.parameters.scored])
+            if self.cancelled is not None:
+                entering.rows[:, sk.cut :].masked_fill_(self.cancelled, 0.0)
+            self.current = Current(entering, now)
+        some = self.parameters.of(optimizer)
+        kept = [s for s in some if sk.plans[s.place].lossless]
+        if kept:
+            where = slice(sk.kept_columns(kept[0].place).start, sk.kept_columns(kept[-1].place).stop)
+            none = self.current.now.new_zeros(())
+            parts = [none.expand(s.parameter.numel()) if (g := s.parameter.grad) is None else g.reshape(-1) for s in kept]
+            torch.cat(parts, out=self.current.now[where])
+        return clip_from_entries(sk, self.current.entering.rows, self.current.now, some, self.window.epoch)
+
+    def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
+        """Audit: do the samples' gradients add up to the gradient that the optimizer is about to use?"""
+        sk, current = self.sketcher, self.current
+        assert current is not None
+        if current.failures is None:
+            current.failures = nothing(self.parameters)
+        some = [s for s in self.parameters.of(optimizer) if s.parameter.grad is not None]
+        kept = {s.place: sk.kept_columns(s.place) for s in some if sk.plans[s.place].lossless}
+        now = current.now if self.cancelled is None else torch.where(self.cancelled, 0.0, current.now)
+        check_entries(current.failures[:2], kept, current.entering.rows[:, sk.cut :], now, clip)
+        if self.direction is not None:
+            v = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
+            check_products(current.failures[:2], some, readings, clip, v)
+
+    # The move
+
+    @torch.no_grad()
+    def score(self, step: int, mover: Mover, readings: Sequence[Reading], clips: dict[int, Tensor]) -> Outcome:
+        """Take the validation gradient in the middle of the move and work out what it pays; nothing is final yet."""
+        current = self.current
+        assert current is not None
+        current.mover, current.step = mover, step
+        self._scale(current, mover, clips)
+        current.memories = self._memories(mover)
+        if not self.own_step:
+            self._unpaid(current, mover)
+        accounts, found = self._account(step, current, MIDPOINT)
+        self.window.check_sets(len(found.labels), step)
+        contributions = self.own_credits()
+        self._finish_accounts(accounts, contributions)
+        accounts.abs_sum = contributions.abs().sum(0, dtype=torch.float64) * self._to_all
+        assert current.valid is not None
+        return Outcome(found.labels, found.losses, contributions, accounts, current.valid, current.failures)
+
+    def again(self, step: int, mover: Mover, points: Points) -> Accounts:
+        """Take the gradient at other points."""
+        assert self.current is not None
+        accounts, _ = self._account(step, self.current, points)
+        contributions = self.own_credits()
+        self._finish_accounts(accounts, contributions)
+        accounts.abs_sum = self.abs_sum()
+        self._to_all = accounts.abs_sum / contributions.abs().sum(0, dtype=torch.float64).clamp_min(1e-300)
+        return accounts
+
+    def _finish_accounts(self, accounts: Accounts, contributions: Tensor) -> None:
+        """With ``own_step`` the data's part is what the step's samples are paid, and the rest of the move is earlier momentum."""
+        if self.own_step:
+            whole = accounts.data
+            accounts.data = contributions.sum(0, dtype=torch.float64)
+            accounts.momentum = whole - accounts.data if accounts.rounding is None else whole - accounts.data - accounts.rounding
+
+    @torch.no_grad()
+    def slope(self, step: int, mover: Mover, place: float) -> Tensor:
+        """Return what the whole move is worth by the gradient at one place."""
+        with mover.at(place):
+            found = self.validation.gradients(self.parameters.tensors(), step)
+        moved = mover.weights_before - mover.after_weights()
+        gradients = torch.empty(len(found.rows), mover.flat.size, dtype=moved.dtype, device=moved.device)
+        for one, row in zip(gradients, found.rows, strict=True):
+            mover.flat.fill(one, row)
+        return (gradients @ moved).double()
+
+    def _memories(self, mover: Mover) -> list[Memory | None]:
+        found: list[Memory | None] = [None] * len(self.parameters.scored)
+        for s in mover.segments:
+            for i in s.places:
+                found[i] = NO_MEMORY if self.own_step else s.memory
+        return found
+
+    def _scale(self, current: Current, mover: Mover, clips: dict[int, Tensor]) -> None:
+        """Multiply rows by the factor of their gradients; take out what is only rounding, and what is not finite."""
+        sk, entering = self.sketcher, current.entering
+        # The direction of a step's own share has the sign already.
+        signs = [-1.0 if s.group.get("maximize") and not self.own_step else 1.0 for s in self.parameters.scored]
+        if self.cancelled is not None:
+            current.rounding = torch.where(self.cancelled, current.now, 0.0)
+        if len(clips) == 1 and len(set(signs)) == 1:
+            (factor,) = clips.values()
+            by: list[Tensor] = [factor * signs[0]] * len(signs)
+            entering.rows.mul_(by[0])
+        else:
+            one = torch.zeros((), dtype=sk.dtype, device=sk.device)
+            by = [clips.get(s.optimizer, one) * sign for s, sign in zip(self.parameters.scored, signs, strict=True)]
+            entering.rows.mul_(torch.stack([by[i] for i in sk.order]).to(sk.dtype)[sk.owner])
+        for i, _, _, _, values in entering.tables:
+            values.mul_(by[i])
+        if current.rounding is not None and len(set(signs)) > 1:
+            current.rounding *= torch.tensor([signs[i] for i in sk.order], device=sk.device)[sk.owner[sk.cut :]]
+        elif current.rounding is not None and signs[0] < 0:
+            current.rounding.neg_()
+        for s in mover.segments:
+            if s.entry is not None and not self.own_step:
+                self._divide(s.places, s.part.start, s.entry, current)
+        grads_valid = finite(entering.rows, *(values for *_, values in entering.tables), *clips.values())
+        entering.rows = torch.where(grads_valid, entering.rows, 0.0)
+        entering.tables = [(*t, torch.where(grads_valid, values, 0.0)) for *t, values in entering.tables]  # type: ignore[misc]
+        current.valid = grads_valid
+
+    def _divide(self, places: list[int], start: int, entry: Tensor, current: Current) -> None:
+        """RMSprop with momentum divides a gradient before it remembers it."""
+        sk = self.sketcher
+        for i in places:
+            if not sk.plans[i].lossless:
+                raise ConfigurationError('RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.')
+            here = sk.flat.slices[i]
+            by = entry[here.start - start : here.stop - start].to(sk.dtype)
+            current.entering.rows[:, sk.columns[i]] *= by
+            if current.rounding is not None:
+                current.rounding[sk.kept_columns(i)] *= by
+
+    def _unpaid(self, current: Current, mover: Mover) -> None:
+        """Work out the parts of q that belong to no sample."""
+        spans = self._spans(mover)
+        inflow = None
+        if any(s.coupled != 0.0 for s in mover.segments):
+            inflow = torch.zeros_like(mover.weights_before)
+            for s in mover.segments:
+                here = torch.mul(mover.weights_before[s.part], s.coupled, out=inflow[s.part])
+                if s.entry is not None:
+                    here.mul_(s.entry)
+        current.decay = self.carried["decay"].part(spans, inflow)
+        current.inherited = self.carried["inherited"].part(spans)
+        sk = self.sketcher
+        columns = [(sk.kept_columns(i), current.memories[i]) for i in sk.kept]
+        current.rounding = self.carried["rounding"].part(merged(columns), current.rounding)
+
+    def _spans(self, mover: Mover) -> Spans:
+        return merged([(s.part, s.memory) for s in mover.segments])
+
+    def _account(self, step: int, current: Current, points: Points) -> tuple[Accounts, Gradients]:
+        """Average the validation gradient over points of the move; set the direction, and account for the move."""
+        mover = current.mover
+        assert mover is not None and current.valid is not None
+        total, found = self._average(step, mover, points)
+        losses_valid = finite(found.losses, total)
+        if current.valid.dim() == 0:
+            current.valid = torch.stack([current.valid, losses_valid])
+        total = torch.where(current.valid.all(), total, 0.0) if len(points) == 1 else total
+        shrunk = [s for s in mover.segments if not (isinstance(s.shrink, float) and s.shrink == 0.0)]
+        decay = torch.zeros(len(total), dtype=torch.float64, device=total.device)
+        for where, factor in _alike([(s.part, s.shrink) for s in shrunk]):
+            decay += (total[:, where] @ mover.weights_before[where]).double() * factor
+        if self.own_step:
+            moved = mover.weights_before - mover.after_weights()
+            data = (total @ moved).double() - decay
+            mover.to_own_directions_(total)
+            self._sketch(total)
+            rounding = None if current.rounding is None else self._worth(current.rounding)
+            return Accounts(data, data.abs(), decay, rounding=rounding, points=len(points)), found
+        mover.to_directions_(total)
+        data = torch.zeros_like(decay)
+        for s in mover.segments:
+            if s.memory is not None:
+                data += (total[:, s.part] @ s.q.to(total.dtype)).double()
+        if current.decay is not None:
+            part = (total @ current.decay).double()
+            decay, data = decay + part, data - part
+        inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
+        self._sketch(total)
+        rounding = None if current.rounding is None else self._worth(current.rounding)
+        data = data - inherited if rounding is None else data - inherited - rounding
+        return Accounts(data, data.abs(), decay, inherited, rounding, points=len(points)), found
+
+    def _average(self, step: int, mover: Mover, points: Points) -> tuple[Tensor, Gradients]:
+        total: Tensor | None = None
+        for place, weight in points:
+            with mover.at(place):
+                found = self.validation.gradients(self.parameters.tensors(), step)
+            if total is None:
+                k = len(found.rows)
+                if self.direction is None or len(self.direction) != k:
+                    self.direction = mover.flat.buffer(k)
+                total = self.direction
+                for one, row in zip(total, found.rows, strict=True):
+                    mover.flat.fill(one, row)
+                if weight != 1.0:
+                    total *= weight
+                continue
+            for one, row in zip(total, found.rows, strict=True):
+                mover.flat.fill(mover.scratch, row)
+                one.add_(mover.scratch, alpha=weight)
+        assert total is not None
+        return total, found
+
+    def _sketch(self, direction: Tensor) -> None:
+        assert self.current is not None
+        self.direction = direction
+        self.current.sketched = self.sketcher.of_flat(direction, self.window.epoch, self.window.tables)
+
+    def _worth(self, rounding: Tensor) -> Tensor:
+        """Return what entries of small tensors earn, ``[k]``."""
+        assert self.current is not None and self.current.sketched is not None
+        return (self.current.sketched.flat[:, self.sketcher.cut :] @ rounding).double()
+
+    def own_credits(self) -> Tensor:
+        """Return κ_{t,t} ⟨S g_n, S D⟩ of the step's rows, ``[n, k]``."""
+        current = self.current
+        assert current is not None and current.sketched is not None
+        own = [m.own if m else 0.0 for m in current.memories]
+        sk, entering = self.sketcher, current.entering
+        found = entering.rows @ (current.sketched.flat * sk.columns_of(own)).t()
+        for i, _, first, numbers, values in entering.tables:
+            if i in current.sketched.tables:
+                found[first : first + len(numbers)] += own[i] * contract(numbers, values, current.sketched.tables[i])
+        return found
+
+    def abs_sum(self) -> Tensor:
+        """Return Σ|credit| over all open uses and the step's own."""
+        current = self.current
+        assert current is not None
+        total = self.own_credits().abs().sum(0, dtype=torch.float64)
+        return total + self.window.abs_sum_of(current.memories, self._by_epoch())
+
+    def _by_epoch(self) -> dict[int, SketchedDirection]:
+        """Return the direction as it is sketched in every epoch that has open uses."""
+        assert self.current is not None and self.current.sketched is not None and self.direction is not None
+        found = {id(self.window.epoch): self.current.sketched}
+        for e in self.window.epochs:
+            if id(e) not in found:
+                found[id(e)] = self.sketcher.of_flat(self.direction, e, self.window.tables)
+        return found
+
+    # The end of the step
+
+    @torch.no_grad()
+    def commit(self) -> list[Settled]:
+        """Let the step's uses in, pay, and settle those whose window has ended."""
+        current, self.current = self.current, None
+        assert current is not None and current.mover is not None and current.sketched is not None
+        self.current = current
+        by_epoch = self._by_epoch()
+        own = self.own_credits()
+        self.current = None
+        for carried in self.carried.values():
+            carried.commit()
+        known = None if self.known is None else self.known.flat
+        self.window.pay(current.step, current.memories, current.entering, by_epoch, known, own)
+        self.known = current.sketched
+        settled = self.window.settle_passed()
+        self.steps += 1
+        if self.steps in REFRESH_AT or self.steps % REFRESH == 0:
+            self._refresh(current.mover)
+        return settled
+
+    def drop(self) -> None:
+        """The step will not be scored: its optimizers did not step."""
+        self.current = None
+
+    def _refresh(self, mover: Mover) -> None:
+        """Sketch with new weights and signs from now on, and begin the sums anew."""
+        if self.sketcher.lossy and self.direction is not None:
+            moves = {}
+            for s in mover.segments:
+                if isinstance(s.factor, Tensor) and s.factor.dim() > 0:
+                    for i in s.places:
+                        here = slice(self.sketcher.flat.slices[i].start - s.part.start, self.sketcher.flat.slices[i].stop - s.part.start)
+                        moves[i] = (s.factor[here], s.q[here])
+            epoch: Epoch = self.sketcher.epoch(self.window.epoch.number + 1, moves)
+            self.window.rebase()
+            self.window.begin_epoch(epoch)
+            self.known = self.sketcher.of_flat(self.direction, epoch, self.window.tables)
+        else:
+            self.window.rebase()
+
+    def settle_all(self) -> list[Settled]:
+        """Settle all that is open as it stands."""
+        return self.window.settle_all()
+
+    def open_credits(self) -> list[Settled]:
+        """Return the credits so far."""
+        return self.window.open_credits()
+
+    def nbytes(self) -> int:
+        """Return the memory of the ring, the known direction and what no sample is paid for."""
+        direction = 0 if self.direction is None else self.direction.nbytes
+        return direction + sum(c.nbytes for c in self.carried.values()) + self.window.nbytes()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data and tensors."""
+        return {
+            "steps": self.steps,
+            "direction": self.direction,
+            "known": None if self.known is None else {"flat": self.known.flat, "tables": self.known.tables},
+            "carried": {name: c.value for name, c in self.carried.items()},
+            "to_all": self._to_all,
+            "cancelled": self.cancelled,
+            "window": self.window.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore."""
+        device = self.sketcher.device
+        self.steps, self.direction, self._to_all = state["steps"], _to(state["direction"], device), state["to_all"]
+        self.cancelled = _to(state["cancelled"], device)
+        known = state["known"]
+        self.known = None
+        if known is not None:
+            tables = {int(i): _to(t, device) for i, t in known["tables"].items()}
+            self.known = SketchedDirection(known["flat"].to(device), tables)
+        for name, value in state["carried"].items():
+            self.carried[name].value = _to(value, device)
+        self.window.load_state_dict(state["window"])
+
+
+def _to(x: Any, device: torch.device) -> Any:
+    return x.to(device, copy=True) if isinstance(x, Tensor) else x
+
+
+def _alike(spans: Sequence[tuple[slice, Any]]) -> list[tuple[slice, Any]]:
+    """Join neighbouring slices with the same number."""
+    found: list[tuple[slice, Any]] = []
+    for where, x in sorted(spans, key=lambda s: s[0].start):
+        if found and found[-1][0].stop == where.start and not isinstance(x, Tensor) and found[-1][1] == x:
+            found[-1] = (slice(found[-1][0].start, where.stop), x)
+        else:
+            found.append((where, x))
+    return found
+
+
+__all__ = ["ValidationError", "WholeScorer"]
