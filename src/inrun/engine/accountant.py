@@ -217,7 +217,9 @@ class Accountant:
         if isinstance(self.ledger, (LedgerReader, MemoryLedger)):
             return scores(**asked, open_credits=credits)
         if asked != {"validation": None, "view": "plain", "top": None, "bottom": None, "by": None}:
-            raise LedgerError(f"the ledger {type(self.ledger).__name__} answers scores() alone; arguments are for inrun's own ledgers.")
+            raise LedgerError(
+                f"the ledger {type(self.ledger).__name__} answers scores() alone; arguments are for inrun's own ledgers."
+            )
         return scores()
 
     def _readable(self, what: str) -> Callable[..., Any]:
@@ -240,7 +242,9 @@ class Accountant:
         accounts = self._readable("accounts")
         if isinstance(self.ledger, LedgerReader):
             return summarise_run(self.ledger)
-        credit, update = ("whole", "realised") if self.method == "whole" else ("step", "realised" if self.method == "step" else "sgd")
+        credit, update = (
+            ("whole", "realised") if self.method == "whole" else ("step", "realised" if self.method == "step" else "sgd")
+        )
         return summarise(accounts(), self.method, update, credit, uses() if callable(uses) else None)
 
     def held_bytes(self) -> int:
@@ -300,7 +304,7 @@ class Accountant:
                 cut = [float(s.paid.mean()) for s in settled if len(s.paid) and s.paid.mean() < 0.99]
                 if cut:
                     log.info(
-                        "inrun: the uses of the last %d steps are settled before their window has passed: %.0f %% of their push was paid",
+                        "inrun: the uses of the last %d steps are settled before their window has passed, with %.0f %% of their push paid",
                         len(cut),
                         100 * sum(cut) / len(cut),
                     )

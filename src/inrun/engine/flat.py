@@ -34,8 +34,7 @@ class FlatLayout:
     def fill(self, out: Tensor, tensors: Sequence[Tensor | None], first: int = 0) -> None:
         """Copy tensors into a vector ``[size]``, beginning with tensor ``first``; None stands for zeros."""
         parts = [
-            self._zero.expand(self.shapes[i].numel()) if t is None else t.detach().reshape(-1)
-            for i, t in enumerate(tensors, first)
+            self._zero.expand(self.shapes[i].numel()) if t is None else t.detach().reshape(-1) for i, t in enumerate(tensors, first)
         ]
         if parts:
             start, stop = self.slices[first].start, self.slices[first + len(parts) - 1].stop

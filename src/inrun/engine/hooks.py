@@ -70,6 +70,7 @@ class Once:
         self._loss, self._given = loss, False
 
     def __call__(self) -> Any:
+        """Return the loss."""
         if self._given:
             raise StepError("the optimizer ran its closure twice in one step. Only optimizers that run it once can be scored.")
         self._given = True

@@ -34,7 +34,7 @@ class JoinedState(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an entry, or the default."""
-        return self[name] if name in self else default
+        return self[name] if name in self._states[0] else default
 
     def __missing__(self, name: str) -> Any:
         first = self._states[0][name]
@@ -181,9 +181,7 @@ class Mover:
             return id(group) not in self._uneven and rule.counts_agree(counts)
         return len({None if c is None else float(c) for c in counts}) == 1
 
-    def _joined_step(
-        self, group: dict[str, Any], some: list[Scored], states: list[dict[str, Any]], rule: UpdateRule
-    ) -> GroupStep:
+    def _joined_step(self, group: dict[str, Any], some: list[Scored], states: list[dict[str, Any]], rule: UpdateRule) -> GroupStep:
         part = self.flat.part([s.place for s in some])
         gradients = []
         if rule.reads_gradients:
@@ -250,9 +248,7 @@ class Mover:
             done[places] = True
             parts = [self.flat.part(places)] if joined else [self.flat.slices[i] for i in places]
             shapes = [torch.Size((-1,))] if joined else [self.flat.shapes[i] for i in places]
-            moved = [
-                (self.weights_before[part] - after[part]).view(shape) for part, shape in zip(parts, shapes, strict=True)
-            ]
+            moved = [(self.weights_before[part] - after[part]).view(shape) for part, shape in zip(parts, shapes, strict=True)]
             for one in gradients:
                 raw = [one[part].view(shape) for part, shape in zip(parts, shapes, strict=True)]
                 for part, d in zip(parts, rule.own_direction(raw, moved, step), strict=True):

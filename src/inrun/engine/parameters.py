@@ -74,8 +74,7 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     chosen = [
         leaf
         for leaf in leaves
-        if leaf.parameter in places
-        and (patterns is None or any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns))
+        if leaf.parameter in places and (patterns is None or any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns))
     ]
     order = {id(group): i for i, group in enumerate(g for o in optimizers for g in o.param_groups)}
     # By optimizers and groups, so that the parameters of a group lie next to each other in flat vectors.
@@ -88,7 +87,8 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         known = ", ".join(leaf.name for leaf in leaves[:5]) or "none"
         raise CoverageError(
             "no trainable parameter of the model is in the optimizer"
-            f"{'' if patterns is None else f' and matches {list(patterns)}'}. Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
+            f"{'' if patterns is None else f' and matches {list(patterns)}'}. "
+            f"Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
         )
     devices = {s.parameter.device for s in scored}
     if len(devices) > 1:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from inrun.engine.move import Mover
-    from inrun.engine.scorer import Outcome, Scorer
-    from inrun.engine.step import Step
+    from inrun.engine.scorer import Outcome, RefiningScorer
 
 #: The residual of a step that is put up with, relative to Σ|c|, and the Gauss rules that are tried.
 RESIDUAL, FINER = 0.01, (2, 3)

@@ -79,7 +79,13 @@ class PendingStep:
 
 
 def send(
-    number: int, ids: Tensor, outcome: Outcome, clips: dict[int, Tensor], rates: list[float | None], audited: bool, settled_ids: list[tuple[Ids, Ids | None]]
+    number: int,
+    ids: Tensor,
+    outcome: Outcome,
+    clips: dict[int, Tensor],
+    rates: list[float | None],
+    audited: bool,
+    settled_ids: list[tuple[Ids, Ids | None]],
 ) -> PendingStep:
     """Send a step's numbers to the host."""
     a = outcome.accounts
@@ -95,11 +101,23 @@ def send(
         tensors |= {f"credit.{j}": s.credit, f"error.{j}": s.error}
     settled = [(s.step, *who, s.paid) for s, who in zip(outcome.settled, settled_ids, strict=True)]
     return PendingStep(
-        number, ids, outcome.labels, Transfer(tensors), rates, list(clips), outcome.contributions.dtype, audited, a.points, None, settled
+        number,
+        ids,
+        outcome.labels,
+        Transfer(tensors),
+        rates,
+        list(clips),
+        outcome.contributions.dtype,
+        audited,
+        a.points,
+        None,
+        settled,
     )
 
 
-def settled_credits(labels: list[Label], step: int, ids: Ids, rows: Ids | None, paid: float, credit: Array, error: Array) -> SettledCredits:
+def settled_credits(
+    labels: list[Label], step: int, ids: Ids, rows: Ids | None, paid: float, credit: Array, error: Array
+) -> SettledCredits:
     """Return the credits of the uses of one step, by validation label."""
     return SettledCredits(
         step=step,
@@ -122,7 +140,9 @@ class Arrived:
             self.skipped = Skip.CONTRIBUTIONS if not valid.reshape(-1)[0] else Skip.VALIDATION_LOSS
         self.labels = pending.labels
         self.settled = tuple(
-            settled_credits(self.labels, *s, self._array(f"credit.{j}"), self._array(f"error.{j}")) for j, s in enumerate(pending.settled) if len(s[1])
+            settled_credits(self.labels, *s, self._array(f"credit.{j}"), self._array(f"error.{j}"))
+            for j, s in enumerate(pending.settled)
+            if len(s[1])
         )
 
     def _array(self, name: str) -> Array:

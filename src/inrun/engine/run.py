@@ -158,9 +158,7 @@ class Run:
         self.steps_done = state["steps_done"]
         self.typical.load_state_dict(state["typical"])
         self.history.labels = [Label(*c) for c in state["labels"]]
-        self.ids = {
-            int(step): (_numpy(ids), None if rows is None else _numpy(rows)) for step, (ids, rows) in state["ids"].items()
-        }
+        self.ids = {int(step): (_numpy(ids), None if rows is None else _numpy(rows)) for step, (ids, rows) in state["ids"].items()}
         self.scorer.load_state_dict(state["scorer"])
 
 

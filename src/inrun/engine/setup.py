@@ -47,7 +47,9 @@ def check_arguments(
     if not optimizers:
         raise ConfigurationError("optimizer is an empty list. Give the optimizers that train the model.")
     if sketch is not None and sketch != "exact" and (isinstance(sketch, bool) or not isinstance(sketch, int) or sketch < 1):
-        raise ConfigurationError(f'sketch is {sketch!r}. Give a number of numbers per sample, "exact", or None to choose by model size.')
+        raise ConfigurationError(
+            f'sketch is {sketch!r}. Give a number of numbers per sample, "exact", or None to choose by model size.'
+        )
     if ledger is not None and not isinstance(ledger, (str, os.PathLike)) and not callable(getattr(ledger, "write", None)):
         raise LedgerError(f"ledger is {type(ledger).__name__}. Give a folder, an inrun.Ledger, or an object with write(record).")
     if audit_every is not None and (isinstance(audit_every, bool) or not isinstance(audit_every, int) or audit_every < 0):

@@ -195,8 +195,8 @@ class Step:
         missed = [s.name for s in some if s.parameter.grad is not None and s.place not in self.run.covered]
         if missed:
             raise CoverageError(
-                f"{', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''} received gradient through no function that is tapped (a "
-                "custom autograd function or compiled code). Leave it out with parameters=, or compute it with torch functions."
+                f"{', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''} received gradient through no function that is tapped "
+                "(a custom autograd function or compiled code). Leave it out with parameters=, or compute it with torch functions."
             )
 
     def _finish(self) -> None:
@@ -211,8 +211,8 @@ class Step:
             grads = [s.parameter.grad for s in run.parameters.scored if s.parameter.grad is not None]
             if grads and all(bool(torch.isfinite(g).all()) for g in grads):
                 raise StepError(
-                    "the step ended without optimizer.step(). Call it inside the `with` block, so that scores get its learning rate "
-                    "and clip factor; or call step.skip()."
+                    "the step ended without optimizer.step(). Call it inside the `with` block, so that scores get its learning "
+                    "rate and clip factor; or call step.skip()."
                 )
             self.skipped = Skip.NO_STEP
             run.record_skipped(self)

@@ -106,8 +106,8 @@ class Validation:
                         found.append(_with_curvature(point, parameters, move, last, name))
                 if all(g is None for gradients in found[-len(points) :] for g in gradients):
                     raise ValidationError(
-                        f"validation {name!r} returned a loss that depends on no scored parameter, so that every sample would score "
-                        "0. Run the model that the callable is given, not a copy of it."
+                        f"validation {name!r} returned a loss that depends on no scored parameter, so that every sample would "
+                        "score 0. Run the model that the callable is given, not a copy of it."
                     )
                 folds = hasattr(self.callables[name], "split")
                 labels += [Label(name, None if loss.dim() == 0 else j, folds) for j in range(len(points))]
@@ -120,12 +120,13 @@ class Validation:
         loss = call(self.model, step) if self._wants_step[name] else call(self.model)
         if not isinstance(loss, Tensor):
             raise ValidationError(
-                f"validation {name!r} returned {type(loss).__name__}. Return a tensor: a scalar loss, or a vector with one loss per point."
+                f"validation {name!r} returned {type(loss).__name__}. "
+                "Return a tensor: a scalar loss, or a vector with one loss per point."
             )
         if loss.dim() > 1 or loss.numel() == 0 or not loss.is_floating_point():
             raise ValidationError(
-                f"validation {name!r} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a floating-point scalar, or "
-                "a vector with one loss per point."
+                f"validation {name!r} returned a {loss.dtype} tensor of shape {tuple(loss.shape)}. Return a floating-point scalar, "
+                "or a vector with one loss per point."
             )
         return fn.split(loss) if hasattr(fn, "split") else loss  # type: ignore[attr-defined]
 
@@ -158,8 +159,8 @@ class Validation:
         if changed - copies.keys():
             names = [name for i, (name, _) in enumerate(self.model.named_buffers()) if i in changed - copies.keys()]
             raise ValidationError(
-                f"a validation pass wrote to {', '.join(names)}, which no earlier pass had written to, so that its content is lost. "
-                "Let the forward write to buffers in train mode only."
+                f"a validation pass wrote to {', '.join(names)}, which no earlier pass had written to, so that its content is "
+                "lost. Let the forward write to buffers in train mode only."
             )
 
 

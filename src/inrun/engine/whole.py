@@ -80,7 +80,9 @@ class WholeScorer(RefiningScorer):
 
     def inherit(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> None:
         """Note what the optimizers remember from before scoring began."""
-        held = [self.rules[s.optimizer].remembered(optimizers[s.optimizer].state.get(s.parameter, {})) for s in self.parameters.scored]
+        held = [
+            self.rules[s.optimizer].remembered(optimizers[s.optimizer].state.get(s.parameter, {})) for s in self.parameters.scored
+        ]
         if not self.own_step and any(h is not None for h in held):
             value = mover.flat.buffer()
             mover.flat.fill(value, held)
@@ -221,7 +223,9 @@ class WholeScorer(RefiningScorer):
         sk = self.sketcher
         for i in places:
             if not sk.plans[i].lossless:
-                raise ConfigurationError('RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.')
+                raise ConfigurationError(
+                    'RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.'
+                )
             here = sk.flat.slices[i]
             by = entry[here.start - start : here.stop - start].to(sk.dtype)
             current.entering.rows[:, sk.columns[i]] *= by
@@ -373,7 +377,9 @@ class WholeScorer(RefiningScorer):
             for s in mover.segments:
                 if isinstance(s.factor, Tensor) and s.factor.dim() > 0:
                     for i in s.places:
-                        here = slice(self.sketcher.flat.slices[i].start - s.part.start, self.sketcher.flat.slices[i].stop - s.part.start)
+                        here = slice(
+                            self.sketcher.flat.slices[i].start - s.part.start, self.sketcher.flat.slices[i].stop - s.part.start
+                        )
                         moves[i] = (s.factor[here], s.q[here])
             epoch: Epoch = self.sketcher.epoch(self.window.epoch.number + 1, moves)
             self.window.rebase()
