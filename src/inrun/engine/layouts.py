@@ -113,8 +113,8 @@ class Layouts:
         """Raise if the rows of a tap are not known."""
         if tap.layout is None:
             raise RowOwnershipError(
-                f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and no gradient reached it when its rows were read. "
-                "Call loss.backward() inside the step."
+                f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and no gradient reached it when "
+                "its rows were read. Call loss.backward() inside the step."
             )
 
 

@@ -70,7 +70,10 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
                 if p in places:
                     raise ConfigurationError("a parameter is in two optimizers or groups. Give each parameter one optimizer.")
                 places[p] = (i, group)
-    leaves = [Leaf(i, name.replace("_orig_mod.", ""), p) for i, (name, p) in enumerate((n, p) for n, p in model.named_parameters() if p.requires_grad)]
+    leaves = [
+        Leaf(i, name.replace("_orig_mod.", ""), p)
+        for i, (name, p) in enumerate((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    ]
     chosen = [
         leaf
         for leaf in leaves
