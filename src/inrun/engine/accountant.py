@@ -304,7 +304,7 @@ class Accountant:
                 cut = [float(s.paid.mean()) for s in settled if len(s.paid) and s.paid.mean() < 0.99]
                 if cut:
                     log.info(
-                        "inrun: uses of the last %d steps are settled before their window has passed, with %.0f %% of their push paid",
+                        "inrun: uses of the last %d steps are settled before their window has passed (%.0f %% of their push paid)",
                         len(cut),
                         100 * sum(cut) / len(cut),
                     )

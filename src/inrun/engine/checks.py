@@ -83,14 +83,14 @@ def judge(step: int, names: Sequence[str], dtypes: Sequence[torch.dtype], result
     if count:
         return ConservationError(
             f"step {step}: the samples' gradients do not add up to the gradient of {name} (off by {off:.1e} of their size; "
-            f"{count} of {len(names)} tensors). Gradient that flows through no sample's row, or gradients that something else than one factor "
-            "changes before the optimizer steps (value clipping, noise), cannot be scored."
+            f"{count} of {len(names)} tensors). Gradient that flows through no sample's row, "
+            "or gradients that something else than one factor changes before the optimizer steps (value clipping, noise), cannot be scored."
         )
     off, name, count = worst(results[2], results[3])
     if count:
         return CreditError(
             f"step {step}: what the optimizer remembers of {name} is not what the samples of the open steps gave it "
-            f"(off by {off:.1e}; {count} of {len(names)} tensors). Its state was reset or changed. Make a new accountant after such a change, or take "
-            'method="step".'
+            f"(off by {off:.1e}; {count} of {len(names)} tensors). Its state was reset or changed. "
+            'Make a new accountant after such a change, or take method="step".'
         )
     return None

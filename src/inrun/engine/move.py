@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inrun.engine.carried import Spans, merged
 from inrun.engine.flat import FlatLayout
 from inrun.engine.parameters import Parameters, Scored
 from inrun.optimizers import GroupStep, Memory, UpdateRule, agree
@@ -39,35 +40,49 @@ class JoinedState(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         first = self._states[0][name]
         joined = name not in NUMBERS and isinstance(first, Tensor)
-        self[name] = torch.cat([s[name].reshape(-1) for s in self._states]) if joined else first
-        return self[name]
+        return torch.cat([s[name].reshape(-1) for s in self._states]) if joined else first
 
 
 @dataclass(eq=False)
-class Segment:
-    """What one step did to some tensors that lie next to each other.
+class GroupMove:
+    """What one step did to the tensors of a group that stepped: one segment if they stepped alike, else one per tensor.
 
-    Attributes:
-        places: The tensors.
-        part: Their slice of the flat vector.
-        memory: How their optimizer remembers gradients; None where earlier gradients have no unique shares.
-        factor: A, learning rate included, ``[m]`` or one number.
-        q: What A multiplies, ``[m]``.
-        shrink: The factor of −w in the move.
-        coupled: Weight decay that is added to the gradient.
-        early: Whether one factor stands for a whole tensor.
-        entry: What gradients are multiplied by before they are remembered, ``[m]``.
+    A and q are computed when they are asked for, and not kept: each is as large as the weights.
     """
 
-    places: list[int]
-    part: slice
-    memory: Memory | None
-    factor: Tensor | float
-    q: Tensor
+    rule: UpdateRule
+    step: GroupStep
+    #: The tensors of each segment, and its slice of the flat vector.
+    places: list[list[int]]
+    parts: list[slice]
+    #: κ's recursion by segment; None where earlier gradients have no unique shares.
+    memories: list[Memory] | None
+    #: Whether one factor stands for a whole tensor, by segment.
+    early: list[bool]
+    #: The factor of −w in the move, and weight decay that is added to the gradient.
     shrink: float | Tensor
     coupled: float
-    early: bool
-    entry: Tensor | None
+
+    @property
+    def part(self) -> slice | None:
+        """Return the slice of all tensors; None if they do not lie next to each other."""
+        first, last = self.parts[0], self.parts[-1]
+        whole = last.stop - first.start == sum(p.stop - p.start for p in self.parts)
+        return slice(first.start, last.stop) if whole else None
+
+    def factors(self) -> list[Tensor | float]:
+        """Return A by segment, learning rate included, ``[m]`` or one number."""
+        found: Any = self.rule.factor(self.step)
+        return [f.reshape(-1) for f in found] if isinstance(found, list) else [found] * len(self.parts)
+
+    def pushed(self) -> list[Tensor]:
+        """Return q by segment, ``[m]``."""
+        return [q.reshape(-1) for q in self.rule.pushed(self.step)]
+
+    def entries(self) -> list[Tensor] | None:
+        """Return what gradients are multiplied by before they are remembered, by segment; None for 1."""
+        found = self.rule.entry(self.step)
+        return None if found is None else [e.reshape(-1) for e in found]
 
 
 class Mover:
@@ -84,9 +99,7 @@ class Mover:
         #: Groups of which some tensors did not step at times.
         self._uneven: set[int] = set()
         self._stepping: list[Scored] = []
-        self.segments: list[Segment] = []
-        #: The steps of the groups, for the shares of a step's own move: step, tensors, whether they are joined.
-        self._groups: list[tuple[GroupStep, list[Scored], bool]] = []
+        self.groups: list[GroupMove] = []
 
     @property
     def scratch(self) -> Tensor:
@@ -107,7 +120,7 @@ class Mover:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.segments, self._stepping, self._groups = [], [], []
+        self.groups, self._stepping = [], []
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, index: int) -> None:
@@ -142,30 +155,19 @@ class Mover:
             before = self.flat.views(self.weights_before, [s.place for s in some])
             first = [self._first[s.place] for s in some]
             step = GroupStep(before, [s.parameter.grad for s in some], group, states, first)  # type: ignore[misc]
-        self._groups.append((step, some, joined))
-        memories = rule.memory(step)
-        if memories is None:
-            factors: Any = 0.0
-            pushed: Any = step.gradients
-        else:
-            factors, pushed = rule.factor(step), rule.pushed(step)
-        entries, early = rule.entry(step), rule.is_early(step)
-        shrink, coupled = rule.shrink(group), rule.coupled(group)
-        for j, scored in enumerate([some] if joined else [[s] for s in some]):
-            places = [s.place for s in scored]
-            self.segments.append(
-                Segment(
-                    places,
-                    self.flat.part(places),
-                    None if memories is None else memories[j],
-                    factors if not isinstance(factors, list) else factors[j].reshape(-1),
-                    pushed[j].reshape(-1),
-                    shrink,
-                    coupled,
-                    early[j],
-                    None if entries is None else entries[j].reshape(-1),
-                )
+        places = [[s.place for s in some]] if joined else [[s.place] for s in some]
+        self.groups.append(
+            GroupMove(
+                rule,
+                step,
+                places,
+                [self.flat.part(p) for p in places],
+                rule.memory(step),
+                rule.is_early(step),
+                rule.shrink(group),
+                rule.coupled(group),
             )
+        )
 
     def _alike(self, some: list[Scored], states: list[dict[str, Any]], rule: UpdateRule) -> bool:
         """Return whether tensors lie next to each other and have stepped equally often, with the same kind of state."""
@@ -194,7 +196,7 @@ class Mover:
         if fraction == 1.0:
             yield
             return
-        places = [i for s in self.segments for i in s.places]
+        places = [i for g in self.groups for some in g.places for i in some]
         weights = [self.parameters.scored[i].parameter.detach() for i in places]
         self.flat.fill(self.scratch, self.parameters.tensors())
         before = self.flat.views(self.weights_before, places)
@@ -212,46 +214,62 @@ class Mover:
             with torch.no_grad():
                 torch._foreach_copy_(weights, self.flat.views(self.scratch, places))
 
-    def after_weights(self) -> Tensor:
-        """Return the weights after the step, ``[size]``, in the scratch vector."""
+    def moved(self) -> Tensor:
+        """Return w − w′, ``[size]``, in the scratch vector."""
         self.flat.fill(self.scratch, self.parameters.tensors())
-        return self.scratch
+        return torch.sub(self.weights_before, self.scratch, out=self.scratch)
+
+    def spans(self) -> Spans:
+        """Return how the tensors' optimizers remember, by slices of the flat vector."""
+        return merged([(part, m) for g in self.groups if g.memories for part, m in zip(g.parts, g.memories, strict=True)])
+
+    def memories(self) -> list[Memory | None]:
+        """Return how each tensor's optimizer remembers; None for tensors that did not step, and where it is not known."""
+        found: list[Memory | None] = [None] * len(self.flat.shapes)
+        for g in self.groups:
+            for places, memory in zip(g.places, g.memories or (), strict=bool(g.memories)):
+                for i in places:
+                    found[i] = memory
+        return found
 
     # Directions
 
     @torch.no_grad()
     def to_directions_(self, gradients: Tensor) -> None:
         """Turn validation gradients ``[k, size]`` into D = A∘∇ in place; in a tensor's first steps D agrees with q."""
-        at = 0
-        for s in sorted(self.segments, key=lambda s: s.part.start):
-            gradients[:, at : s.part.start] = 0.0
-            at = s.part.stop
-            d = gradients[:, s.part]
-            if s.memory is None:
-                d.zero_()
+        done = []
+        for g in self.groups:
+            if g.memories is None:
                 continue
-            d.mul_(s.factor)
-            if s.early:
-                for i in s.places:
+            done += g.parts
+            pushed = g.pushed() if any(g.early) else g.parts
+            for part, factor, early, places, q in zip(g.parts, g.factors(), g.early, g.places, pushed, strict=True):
+                gradients[:, part] *= factor
+                for i in places if early else ():
                     here = self.flat.slices[i]
-                    q = s.q[here.start - s.part.start : here.stop - s.part.start]
-                    mine = gradients[:, here]
-                    mine.copy_(torch.stack(agree([q] * len(mine), list(mine))))
-        gradients[:, at:] = 0.0
+                    mine, own = gradients[:, here], q[here.start - part.start : here.stop - part.start]  # type: ignore[index]
+                    mine.copy_(torch.stack(agree([own] * len(mine), list(mine))))  # type: ignore[list-item]
+        self._clear_others(gradients, done)
 
     @torch.no_grad()
     def to_own_directions_(self, gradients: Tensor) -> None:
         """Turn validation gradients into the directions by which the step pays its own samples, in place."""
-        after, done = self.after_weights(), torch.zeros(len(self.flat.shapes), dtype=torch.bool)
-        for step, some, joined in self._groups:
-            rule, places = self.rules[some[0].optimizer], [s.place for s in some]
-            done[places] = True
-            parts = [self.flat.part(places)] if joined else [self.flat.slices[i] for i in places]
-            shapes = [torch.Size((-1,))] if joined else [self.flat.shapes[i] for i in places]
-            moved = [(self.weights_before[part] - after[part]).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        moved, done = self.moved(), []
+        for g in self.groups:
+            done += g.parts
+            joined = len(g.parts) == 1 and len(g.places[0]) > 1
+            shapes = [torch.Size((-1,))] if joined else [self.flat.shapes[i] for (i,) in g.places]
+            own = [moved[part].view(shape) for part, shape in zip(g.parts, shapes, strict=True)]
             for one in gradients:
-                raw = [one[part].view(shape) for part, shape in zip(parts, shapes, strict=True)]
-                for part, d in zip(parts, rule.own_direction(raw, moved, step), strict=True):
+                raw = [one[part].view(shape) for part, shape in zip(g.parts, shapes, strict=True)]
+                for part, d in zip(g.parts, g.rule.own_direction(raw, own, g.step), strict=True):
                     one[part] = d.reshape(-1)
-        for i in (~done).nonzero().flatten().tolist():
-            gradients[:, self.flat.slices[i]] = 0.0
+        self._clear_others(gradients, done)
+
+    def _clear_others(self, gradients: Tensor, done: list[slice]) -> None:
+        """Set the columns of tensors that did not step to 0."""
+        at = 0
+        for part in [*sorted(done, key=lambda p: p.start), slice(self.flat.size, self.flat.size)]:
+            if part.start > at:
+                gradients[:, at : part.start] = 0.0
+            at = max(at, part.stop)

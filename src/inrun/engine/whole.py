@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from inrun.engine.carried import Carried, Spans, merged
+from inrun.engine.carried import Carried, merged
 from inrun.engine.checks import check_entries, check_products, nothing
 from inrun.engine.parameters import Parameters
 from inrun.engine.readers import Request
@@ -143,7 +143,10 @@ class WholeScorer(RefiningScorer):
         assert current is not None
         current.mover, current.step = mover, step
         self._scale(current, mover, clips)
-        current.memories = self._memories(mover)
+        current.memories = mover.memories()
+        if self.own_step:
+            stepped = {i for g in mover.groups for some in g.places for i in some}
+            current.memories = [NO_MEMORY if i in stepped else None for i in range(len(current.memories))]
         if not self.own_step:
             self._unpaid(current, mover)
         accounts, found = self._account(step, current, MIDPOINT)
@@ -176,18 +179,10 @@ class WholeScorer(RefiningScorer):
         """Return what the whole move is worth by the gradient at one place."""
         with mover.at(place):
             found = self.validation.gradients(self.parameters.tensors(), step)
-        moved = mover.weights_before - mover.after_weights()
-        gradients = torch.empty(len(found.rows), mover.flat.size, dtype=moved.dtype, device=moved.device)
+        gradients = mover.flat.buffer(len(found.rows))
         for one, row in zip(gradients, found.rows, strict=True):
             mover.flat.fill(one, row)
-        return (gradients @ moved).double()
-
-    def _memories(self, mover: Mover) -> list[Memory | None]:
-        found: list[Memory | None] = [None] * len(self.parameters.scored)
-        for s in mover.segments:
-            for i in s.places:
-                found[i] = NO_MEMORY if self.own_step else s.memory
-        return found
+        return (gradients @ mover.moved()).double()
 
     def _scale(self, current: Current, mover: Mover, clips: dict[int, Tensor]) -> None:
         """Multiply rows by the factor of their gradients; take out what is only rounding, and what is not finite."""
@@ -210,80 +205,93 @@ class WholeScorer(RefiningScorer):
             current.rounding *= torch.tensor([signs[i] for i in sk.order], device=sk.device)[sk.owner[sk.cut :]]
         elif current.rounding is not None and signs[0] < 0:
             current.rounding.neg_()
-        for s in mover.segments:
-            if s.entry is not None and not self.own_step:
-                self._divide(s.places, s.part.start, s.entry, current)
+        if not self.own_step:
+            self._divide(current, mover)
         grads_valid = finite(entering.rows, *(values for *_, values in entering.tables), *clips.values())
         entering.rows = torch.where(grads_valid, entering.rows, 0.0)
         entering.tables = [(*t, torch.where(grads_valid, values, 0.0)) for *t, values in entering.tables]  # type: ignore[misc]
         current.valid = grads_valid
 
-    def _divide(self, places: list[int], start: int, entry: Tensor, current: Current) -> None:
+    def _divide(self, current: Current, mover: Mover) -> None:
         """RMSprop with momentum divides a gradient before it remembers it."""
         sk = self.sketcher
-        for i in places:
-            if not sk.plans[i].lossless:
-                raise ConfigurationError(
-                    'RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.'
-                )
-            here = sk.flat.slices[i]
-            by = entry[here.start - start : here.stop - start].to(sk.dtype)
-            current.entering.rows[:, sk.columns[i]] *= by
-            if current.rounding is not None:
-                current.rounding[sk.kept_columns(i)] *= by
+        for g in mover.groups:
+            for places, part, entry in zip(g.places, g.parts, g.entries() or (), strict=False):
+                for i in places:
+                    if not sk.plans[i].lossless:
+                        raise ConfigurationError(
+                            'RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.'
+                        )
+                    here = sk.flat.slices[i]
+                    by = entry[here.start - part.start : here.stop - part.start].to(sk.dtype)
+                    current.entering.rows[:, sk.columns[i]] *= by
+                    if current.rounding is not None:
+                        current.rounding[sk.kept_columns(i)] *= by
 
     def _unpaid(self, current: Current, mover: Mover) -> None:
         """Work out the parts of q that belong to no sample."""
-        spans = self._spans(mover)
-        inflow = None
-        if any(s.coupled != 0.0 for s in mover.segments):
+        spans, inflow = mover.spans(), None
+        if any(g.coupled != 0.0 for g in mover.groups):
             inflow = torch.zeros_like(mover.weights_before)
-            for s in mover.segments:
-                here = torch.mul(mover.weights_before[s.part], s.coupled, out=inflow[s.part])
-                if s.entry is not None:
-                    here.mul_(s.entry)
+            for g in mover.groups:
+                entries = g.entries() or [None] * len(g.parts)
+                for part, entry in zip(g.parts, entries, strict=True):
+                    here = torch.mul(mover.weights_before[part], g.coupled, out=inflow[part])
+                    if entry is not None:
+                        here.mul_(entry)
         current.decay = self.carried["decay"].part(spans, inflow)
         current.inherited = self.carried["inherited"].part(spans)
         sk = self.sketcher
         columns = [(sk.kept_columns(i), current.memories[i]) for i in sk.kept]
         current.rounding = self.carried["rounding"].part(merged(columns), current.rounding)
 
-    def _spans(self, mover: Mover) -> Spans:
-        return merged([(s.part, s.memory) for s in mover.segments])
-
     def _account(self, step: int, current: Current, points: Points) -> tuple[Accounts, Gradients]:
         """Average the validation gradient over points of the move; set the direction, and account for the move."""
         mover = current.mover
         assert mover is not None and current.valid is not None
         total, found = self._average(step, mover, points)
-        losses_valid = finite(found.losses, total)
-        if current.valid.dim() == 0:
-            current.valid = torch.stack([current.valid, losses_valid])
-        total = torch.where(current.valid.all(), total, 0.0) if len(points) == 1 else total
-        shrunk = [s for s in mover.segments if not (isinstance(s.shrink, float) and s.shrink == 0.0)]
-        decay = torch.zeros(len(total), dtype=torch.float64, device=total.device)
-        for where, factor in _alike([(s.part, s.shrink) for s in shrunk]):
-            decay += (total[:, where] @ mover.weights_before[where]).double() * factor
+        decay = self._decayed(total, mover)
         if self.own_step:
-            moved = mover.weights_before - mover.after_weights()
-            data = (total @ moved).double() - decay
+            data, inherited = (total @ mover.moved()).double() - decay, None
             mover.to_own_directions_(total)
-            self._sketch(total)
-            rounding = None if current.rounding is None else self._worth(current.rounding)
-            return Accounts(data, data.abs(), decay, rounding=rounding, points=len(points)), found
-        mover.to_directions_(total)
-        data = torch.zeros_like(decay)
-        for s in mover.segments:
-            if s.memory is not None:
-                data += (total[:, s.part] @ s.q.to(total.dtype)).double()
-        if current.decay is not None:
-            part = (total @ current.decay).double()
-            decay, data = decay + part, data - part
-        inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
-        self._sketch(total)
-        rounding = None if current.rounding is None else self._worth(current.rounding)
-        data = data - inherited if rounding is None else data - inherited - rounding
+        else:
+            mover.to_directions_(total)
+            data = torch.zeros_like(decay)
+            for g in mover.groups:
+                for part, q in zip(g.parts, g.pushed() if g.memories else (), strict=False):
+                    data += (total[:, part] @ q.to(total.dtype)).double()
+            if current.decay is not None:
+                part_of_decay = (total @ current.decay).double()
+                decay, data = decay + part_of_decay, data - part_of_decay
+            inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
+            data = data - inherited
+        sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
+        if current.valid.dim() == 0:
+            self._keep_finite(current, found, total, sketched)
+        current.sketched = sketched
+        rounding = None
+        if current.rounding is not None:
+            rounding = (sketched.flat[:, self.sketcher.cut :] @ current.rounding).double()
+            data = data if self.own_step else data - rounding
         return Accounts(data, data.abs(), decay, inherited, rounding, points=len(points)), found
+
+    @staticmethod
+    def _decayed(gradients: Tensor, mover: Mover) -> Tensor:
+        """Return what decoupled weight decay did by the gradients, ``[k]``."""
+        found = torch.zeros(len(gradients), dtype=torch.float64, device=gradients.device)
+        shrunk = [(g.parts, g.shrink) for g in mover.groups if isinstance(g.shrink, Tensor) or g.shrink != 0.0]
+        for where, factor in _alike([(part, shrink) for parts, shrink in shrunk for part in parts]):
+            found += (gradients[:, where] @ mover.weights_before[where]).double() * factor
+        return found
+
+    @staticmethod
+    def _keep_finite(current: Current, found: Gradients, direction: Tensor, sketched: SketchedDirection) -> None:
+        """Pay nothing where gradients or validation losses are not finite. The host learns of it later."""
+        assert current.valid is not None
+        current.valid = torch.stack([current.valid, finite(found.losses, sketched.flat, *sketched.tables.values())])
+        failed = ~current.valid.all()
+        for x in (direction, sketched.flat, *sketched.tables.values()):
+            x.masked_fill_(failed, 0.0)
 
     def _average(self, step: int, mover: Mover, points: Points) -> tuple[Tensor, Gradients]:
         total: Tensor | None = None
@@ -305,16 +313,6 @@ class WholeScorer(RefiningScorer):
                 one.add_(mover.scratch, alpha=weight)
         assert total is not None
         return total, found
-
-    def _sketch(self, direction: Tensor) -> None:
-        assert self.current is not None
-        self.direction = direction
-        self.current.sketched = self.sketcher.of_flat(direction, self.window.epoch, self.window.tables)
-
-    def _worth(self, rounding: Tensor) -> Tensor:
-        """Return what entries of small tensors earn, ``[k]``."""
-        assert self.current is not None and self.current.sketched is not None
-        return (self.current.sketched.flat[:, self.sketcher.cut :] @ rounding).double()
 
     def own_credits(self) -> Tensor:
         """Return κ_{t,t} ⟨S g_n, S D⟩ of the step's rows, ``[n, k]``."""
@@ -374,13 +372,14 @@ class WholeScorer(RefiningScorer):
         """Sketch with new weights and signs from now on, and begin the sums anew."""
         if self.sketcher.lossy and self.direction is not None:
             moves = {}
-            for s in mover.segments:
-                if isinstance(s.factor, Tensor) and s.factor.dim() > 0:
-                    for i in s.places:
-                        here = slice(
-                            self.sketcher.flat.slices[i].start - s.part.start, self.sketcher.flat.slices[i].stop - s.part.start
-                        )
-                        moves[i] = (s.factor[here], s.q[here])
+            for g in mover.groups:
+                if g.memories is None:
+                    continue
+                for places, part, factor, q in zip(g.places, g.parts, g.factors(), g.pushed(), strict=True):
+                    for i in places if isinstance(factor, Tensor) and factor.dim() > 0 else ():
+                        at = self.sketcher.flat.slices[i]
+                        here = slice(at.start - part.start, at.stop - part.start)
+                        moves[i] = (factor[here], q[here])
             epoch: Epoch = self.sketcher.epoch(self.window.epoch.number + 1, moves)
             self.window.rebase()
             self.window.begin_epoch(epoch)
