@@ -22,7 +22,13 @@ class Scored:
     leaf: Leaf
     place: int
     optimizer: int
-    group: dict[str, Any]
+    owner: torch.optim.Optimizer
+    number: int
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """Return its group: ``load_state_dict`` of an optimizer makes new ones."""
+        return self.owner.param_groups[self.number]
 
     @property
     def name(self) -> str:
@@ -63,13 +69,13 @@ class Parameters:
 
 def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], patterns: Sequence[str] | None) -> Parameters:
     """Return the trainable parameters of a model; scored are those that an optimizer has and a pattern names."""
-    places: dict[nn.Parameter, tuple[int, dict[str, Any]]] = {}
+    places: dict[nn.Parameter, tuple[int, torch.optim.Optimizer, int]] = {}
     for i, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if p in places:
                     raise ConfigurationError("a parameter is in two optimizers or groups. Give each parameter one optimizer.")
-                places[p] = (i, group)
+                places[p] = (i, optimizer, number)
     leaves = [
         Leaf(i, name.replace("_orig_mod.", ""), p)
         for i, (name, p) in enumerate((n, p) for n, p in model.named_parameters() if p.requires_grad)
@@ -79,9 +85,8 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
         for leaf in leaves
         if leaf.parameter in places and (patterns is None or any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in patterns))
     ]
-    order = {id(group): i for i, group in enumerate(g for o in optimizers for g in o.param_groups)}
     # By optimizers and groups, so that the parameters of a group lie next to each other in flat vectors.
-    chosen.sort(key=lambda leaf: order[id(places[leaf.parameter][1])])  # type: ignore[index]
+    chosen.sort(key=lambda leaf: places[leaf.parameter][::2])  # type: ignore[index]
     scored = []
     for place, leaf in enumerate(chosen):
         leaf.reader = LeafReader(leaf, place)

@@ -21,6 +21,8 @@ from inrun.errors import ConfigurationError, LedgerError, OptimizerError
 from inrun.optimizers import UpdateRule, find_rule
 
 METHODS = ("whole", "step", "first", "second")
+#: Packages that hand out optimizers inside a wrapper of their own, which has no hooks.
+WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.")
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ def check_arguments(
         raise ConfigurationError(f"method is {method!r}. Accepted are {', '.join(map(repr, METHODS))}.")
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model is {type(model).__name__}, not a torch.nn.Module.")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = [o.optimizer if type(o).__module__.startswith(WRAPPERS) else o for o in optimizers]
+    if not all(isinstance(o, torch.optim.Optimizer) for o in optimizers):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}. Give a torch optimizer, or a list of them.")
     if not optimizers:
         raise ConfigurationError("optimizer is an empty list. Give the optimizers that train the model.")
@@ -57,7 +60,7 @@ def check_arguments(
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name} is {value!r}. Give True or False.")
-    return list(optimizers)
+    return optimizers
 
 
 def make_setup(
