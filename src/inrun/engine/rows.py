@@ -91,17 +91,17 @@ class RowProbe:
         seeds = [(torch.autograd.graph.get_gradient_edge(t), shape) for t, shape in shapes]
         half = any(t.edge.node._input_metadata[t.edge.output_nr].dtype == torch.float16 for t in self.taps if t.edge)
         found: dict[Tap, str] = {}
+        disagree = False
         with self.probing():
             for self.signs in [True] if half else [False, True]:
                 for tap in self.taps:
                     tap.who = None
-                if seeds:
-                    self._seed(seeds, from_outputs=True)
+                disagree = bool(seeds) and self._seed(seeds, from_outputs=True) is False
                 for tap in reversed(self.taps):  # losses without outputs, side outputs: begin at the last tap nothing reached
                     if unread(tap) and self._seed([(tap.edge, tap.shape)]) is False:
                         tap.who = torch.full(tuple(tap.shape), MIXED)
                 found = {tap: self._classify(tap) for tap in self.taps}
-                if not any(verdict in ("mixed", "unknown") for verdict in found.values()):
+                if not disagree and not any(verdict in ("mixed", "unknown") for verdict in found.values()):
                     break  # else once more with signs, which survive half precision and odd functions in hooks
         for tap, verdict in found.items():
             if verdict == "mixed":
@@ -115,6 +115,11 @@ class RowProbe:
                     f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and its rows cannot be assigned to them. "
                     "Give one id per row, samples in the first dimension."
                 )
+        if disagree:
+            raise RowOwnershipError(
+                "The rows of the model's outputs are not those of its inputs: samples meet or change places in between. Scores "
+                "would go to the wrong samples. Keep samples apart, in the first dimension."
+            )
         return found
 
     # Tracing
@@ -198,12 +203,15 @@ class RowProbe:
         live = who != SILENT
         if bool((who == MIXED).any()):
             return "mixed"
-        for name, layout, own in self.samples.layouts(tap.shape):
-            own = own.expand(tuple(tap.shape))[(..., *[0] * (len(tap.shape) - who.ndim))]
+        for name, layout, every in self.samples.layouts(tap.shape):
+            every = every.expand(tuple(tap.shape))
+            own = every[(..., *[0] * (every.ndim - who.ndim))]
             if bool(((who == own) | ~live).all()):
-                tap.layout = (
-                    layout if layout.index is not None or layout.kind != "index" else _by_entry(own, self.samples.n, len(tap.shape))
-                )
+                if layout.kind == "index" and layout.index is None:
+                    lead = 2 if name == "second, folded" else len(tap.shape)
+                    rows = every[(..., *[0] * (every.ndim - lead))].reshape(-1)
+                    layout = Layout("index", self.samples.n, index_of(rows, self.samples.n), lead)
+                tap.layout = layout
                 return name
         n = self.samples.n
         low = torch.where(live, who, n).flatten(1).amin(1) if who.ndim > 1 else who
@@ -218,10 +226,6 @@ class RowProbe:
                 tap.layout = Layout("index", n, index_of(high.reshape(-1), n), 2)
                 return "routed"
         return "unknown"
-
-
-def _by_entry(who: Tensor, n: int, dims: int) -> Layout:
-    return Layout("index", n, index_of(who.reshape(-1), n), who.ndim)
 
 
 def _ratios(values: list[Tensor], digits: list[int], base: int, n: int) -> Tensor:

@@ -1,3 +1,3 @@
 """Per-sample gradients, by the functions that parameters meet data in. Importing registers the rules."""
 
-from inrun.layers import embedding, functions, linear, norm  # noqa: F401
+from inrun.layers import convolution, embedding, functions, linear, norm  # noqa: F401

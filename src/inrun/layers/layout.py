@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inrun.errors import RowOwnershipError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -44,6 +46,11 @@ class Layout:
             rows = x if self.kind == "second" else x.unflatten(0, (-1, self.n))
             return rows.transpose(0, 1).reshape(self.n, -1, *tail)
         assert self.index is not None
+        if self.lead > x.dim() - features:
+            raise RowOwnershipError(
+                f"samples lie along the features of a tensor of {tuple(x.shape)}. Give samples in the first dimension, or leave "
+                "the parameters of its function out with parameters=."
+            )
         rows = x.reshape(-1, *x.shape[self.lead :])
         index = self.index.to(x.device)
         found = rows.index_select(0, index.clamp_min(0).reshape(-1))

@@ -9,38 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from inrun.layers.gradients import Formed, Outer, PerSample
 from inrun.layers.tap import Source, Tap
 from inrun.layers.tape import Tape, rule_for
-
-
-class OwnedLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient is the sum of the per-sample gradients that are formed anyway."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tap: Tap, *probes: Tensor) -> Tensor:
-        """Run the layer."""
-        ctx.save_for_backward(x, weight)
-        ctx.tap, ctx.probes, ctx.bias = tap, len(probes), bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, b: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        """Form the per-sample gradients once, for the weight gradient and for all that is read of them."""
-        x, weight = ctx.saved_tensors
-        tap: Tap = ctx.tap
-        with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
-            back = b @ weight.to(b.dtype) if ctx.needs_input_grad[0] else None
-            if tap.tape.probing:
-                return (back, None, None, None, *[None] * ctx.probes)
-            probes, totals = tap.read(rule_of_linear(tap, b, (x,)), totals=True)
-        by_target = iter(totals)
-        of_weight = next(by_target).to(weight.dtype) if ctx.needs_input_grad[1] and tap.constants[0] else None
-        of_bias = next(by_target).to(weight.dtype) if ctx.needs_input_grad[2] and tap.constants[1] else None
-        return (back, of_weight, of_bias, None, *probes)
 
 
 def rule_of_linear(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
@@ -61,18 +34,14 @@ def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias
     of_weight, of_bias = tape.source(weight), tape.source(bias)
     if not met or tape.source(x) or not isinstance(x, Tensor) or not tape.is_data(x) or weight.dim() != 2 or x.dim() < 2:
         return NotImplemented
-    targets = [s for s in (of_weight, of_bias) if s is not None and s.scored]
     wanted = (of_weight is not None and of_weight.scored, of_bias is not None and of_bias.scored)
-    given = [t for t in (x, weight, bias) if isinstance(t, Tensor)]
-    # The weight gradient is ours only where every tensor that wants a gradient is a target.
-    others = [t for t, w in ((weight, wanted[0]), (bias, wanted[1])) if t is not None and t.requires_grad and not w]
-    if not tape.owns(weight) or others or not wanted[0]:
-        saved = (x,) if wanted[0] else ()
+    targets = [s for s, w in ((of_weight, wanted[0]), (of_bias, wanted[1])) if s is not None and w]
+    given, saved = (x, weight), (x,) if wanted[0] else ()
+    if not wanted[0] or not tape.owns(weight):
         return tape.observe(func, func(x, weight, bias), rule_of_linear, targets, given, saved, wanted)
-    tap = tape.tap(func, rule_of_linear, targets, given, torch.Size((*x.shape[:-1], weight.shape[0])), wanted)
-    out: Tensor = OwnedLinear.apply(x, weight, bias, tap, *tap.probes())
-    tap.edge = get_gradient_edge(out)
-    return out
+    owned = (weight,) if not wanted[1] else (weight, bias)
+    out = func(x, weight.detach(), bias.detach() if wanted[1] else bias)
+    return tape.observe(func, out, rule_of_linear, targets, given, saved, wanted, owned)
 
 
 def rule_of_product(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
@@ -91,9 +60,20 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm
 def tap_product(tape: Tape, met: bool, func: Any, x: Tensor, other: Tensor, **rest: Any) -> Any:
     """Tap ``x @ W`` for a matrix W."""
     source: Source | None = tape.source(other)
-    if not met or rest or source is None or not tape.is_data(x) or tape.source(x) or other.dim() != 2 or x.dim() < 2:
+    if (
+        not met
+        or rest
+        or source is None
+        or not tape.is_data(x)
+        or tape.source(x)
+        or other.dim() != 2
+        or x.dim() < 2
+        or not source.scored
+    ):
         return NotImplemented
-    return tape.observe(func, func(x, other), rule_of_product, [source], (x, other), (x,))
+    owned = (other,) if tape.owns(other) else ()
+    out = func(x, other.detach() if owned else other)
+    return tape.observe(func, out, rule_of_product, [source], (x, other), (x,), None, owned)
 
 
 @rule_for(torch.addmm, Tensor.addmm)
@@ -104,4 +84,8 @@ def tap_addmm(tape: Tape, met: bool, func: Any, bias: Tensor, x: Tensor, weight:
         return NotImplemented
     if not (of_bias.scored and of_weight.scored):
         return NotImplemented
-    return tape.observe(func, func(bias, x, weight), rule_of_product, [of_weight, of_bias], (bias, x, weight), (x,))
+    targets, given = [of_weight, of_bias], (x, weight)
+    if not tape.owns(weight):
+        return tape.observe(func, func(bias, x, weight), rule_of_product, targets, given, (x,))
+    out = func(bias.detach(), x, weight.detach())
+    return tape.observe(func, out, rule_of_product, targets, given, (x,), None, (weight, bias))

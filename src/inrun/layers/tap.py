@@ -192,23 +192,24 @@ class Observe(torch.autograd.Function):
     """The identity on an output; its backward forms per-sample gradients beside the framework's own backward."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, tap: Tap, count: int, *tensors: Tensor) -> Tensor:
-        """Save what the rule needs: the first ``count`` tensors. The others are probes."""
+    def forward(ctx: Any, out: Tensor, tap: Tap, count: int, owned: int, *tensors: Tensor) -> Tensor:
+        """Save what the rule needs, the first ``count`` tensors. ``owned`` tensors follow, and the probes."""
         ctx.save_for_backward(*tensors[:count])
-        ctx.tap, ctx.count, ctx.probes = tap, count, len(tensors) - count
+        ctx.tap, ctx.count, ctx.owned, ctx.probes = tap, count, owned, len(tensors) - count - owned
         return torch.ops.aten._unsafe_view(out, list(out.shape))
 
     @staticmethod
     def backward(ctx: Any, b: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         """Pass the gradient on."""
         tap: Tap = ctx.tap
+        back = b if ctx.needs_input_grad[0] else None
         nothing = [None] * ctx.count
         if tap.tape.probing:
-            return (b, None, None, *nothing, *[None] * ctx.probes)
+            return (back, None, None, None, *nothing, *[None] * (ctx.owned + ctx.probes))
         saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
         with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
-            probes, _ = tap.read(tap.rule(tap, b, saved))
-        return (b, None, None, *nothing, *probes)
+            probes, totals = tap.read(tap.rule(tap, b, saved), totals=ctx.owned > 0)
+        return (back, None, None, None, *nothing, *totals[: ctx.owned], *probes)
 
 
 class Spread(torch.autograd.Function):

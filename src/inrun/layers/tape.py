@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from inrun.errors import StepError
-from inrun.layers.gradients import Formed
-from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened, run_grad
+from inrun.layers.shares import rule_of_masks, rule_of_spread
+from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened
 
 #: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
 #: the call treated like any other.
@@ -259,7 +259,8 @@ class Tape(TorchFunctionMode):
         counts = self._recounts if self.recomputing else self._counts
         count = counts[place] = counts.get(place, -1) + 1
         tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
-        tap.reads_inputs = any(
+        # Of a function without a rule it is not known which dimension of an output has the samples.
+        tap.reads_inputs = rule is not rule_of_masks and any(
             t.shape[:1] == (self.n,) and self._strides.get(t.untyped_storage()._cdata) == t.stride(0)
             for t in given
             if id(t) not in self.sources
@@ -277,12 +278,17 @@ class Tape(TorchFunctionMode):
         given: Iterable[Tensor],
         saved: tuple[Tensor, ...] = (),
         constants: Any = None,
+        owned: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        """Tap the output of a function."""
-        if not out.requires_grad:
+        """Tap the output of a function.
+
+        The gradients of ``owned``, the tensors of the first targets, are the sums over samples; the function was called
+        with them detached.
+        """
+        if not (out.requires_grad or owned):
             return out
         tap = self.tap(func, rule, targets, given, out.shape, constants)
-        result: Tensor = Observe.apply(out, tap, len(saved), *saved, *tap.probes())
+        result: Tensor = Observe.apply(out, tap, len(saved), len(owned), *saved, *owned, *tap.probes())
         tap.edge = get_gradient_edge(result)
         return result
 
@@ -290,7 +296,7 @@ class Tape(TorchFunctionMode):
         self, func: Any, source: Source, shape: torch.Size, given: Iterable[Tensor], dtype: torch.dtype | None = None
     ) -> Tensor:
         """Tap a source on its way into a function that broadcasts it to ``shape`` and works in ``dtype``."""
-        tap = self.tap(func, _rule_of_spread, [source], given, torch.Size(shape), source.tensor.shape)
+        tap = self.tap(func, rule_of_spread, [source], given, torch.Size(shape), source.tensor.shape)
         dtype = dtype or source.tensor.dtype
         result: Tensor = Spread.apply(source.tensor, torch.Size(shape), dtype, tap, *tap.probes())
         tap.edge = get_gradient_edge(result)
@@ -344,7 +350,7 @@ class Tape(TorchFunctionMode):
                 if not value.requires_grad:
                     self.inputs.add(value)
                     return value
-                return self.observe(func, value, _rule_of_masks, targets, given, constants=(get_gradient_edge(value), edges))
+                return self.observe(func, value, rule_of_masks, targets, given, constants=(get_gradient_edge(value), edges))
             if type(value) in (list, tuple):
                 return type(value)(tapped(v) for v in value)
             if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -367,52 +373,3 @@ class Tape(TorchFunctionMode):
             rest = []
         with self:
             _run_backward(loss, *rest, **kwargs)
-
-
-def _rule_of_spread(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
-    """Add up what arrives at an expanded tensor, sample by sample."""
-    return [Formed(sum_to(tap, b, tap.constants))]
-
-
-def sum_to(tap: Tap, b: Tensor, shape: torch.Size) -> Tensor:
-    """Sum ``b``, which lies like the tap's output, to one tensor of ``shape`` per sample, ``[n, *shape]``."""
-    layout = tap.layout
-    assert layout is not None, tap.name
-    n, sizes = layout.n, (1,) * (b.dim() - len(shape)) + tuple(shape)
-    if layout.kind == "all":
-        return b.sum_to_size(shape).unsqueeze(0)
-    split = 1 if layout.kind == "second" else 0
-    if layout.kind == "index" and all(size == 1 for size in sizes[: layout.lead]):
-        by_sample = layout.split(b, b.dim() - layout.lead)
-        sizes = (1, *sizes[layout.lead :])
-    elif layout.kind == "index" or sizes[split] != 1:  # the tensor has rows of samples itself
-        who = layout.owners(b.shape).to(b.device)
-        return torch.stack([(b * (who == j)).sum_to_size(shape) for j in range(n)])
-    elif layout.kind == "second":
-        by_sample, sizes = b.transpose(0, 1), (sizes[0], *sizes[2:])
-    elif layout.kind == "inside":
-        by_sample = b.unflatten(0, (-1, n)).transpose(0, 1)
-    elif b.shape[0] == n:
-        by_sample, sizes = b, sizes[1:]
-    else:
-        by_sample = b.unflatten(0, (n, -1))
-    over = [i + 1 for i, size in enumerate(sizes) if size == 1]
-    return (by_sample.sum(over) if over else by_sample).reshape(n, *shape)
-
-
-def _rule_of_masks(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
-    """Run the function's own backward on every sample's part of the gradient."""
-    out, inputs = tap.constants
-    layout = tap.layout
-    assert layout is not None, tap.name
-    who = layout.owners(b.shape).to(b.device)
-    found: list[list[Tensor]] = [[] for _ in inputs]
-    at_once = max(1, (1 << 24) // max(1, b.numel() * b.element_size()))
-    for low in range(0, layout.n, at_once):
-        samples = torch.arange(low, min(low + at_once, layout.n), device=b.device)
-        masks = samples.view(-1, *[1] * b.dim()) == who
-        with torch.enable_grad():
-            grads = run_grad([out], inputs, [b * masks], retain_graph=True, allow_unused=True, is_grads_batched=True)
-        for parts, g, source in zip(found, grads, tap.targets, strict=True):
-            parts.append(b.new_zeros(len(samples), *source.tensor.shape) if g is None else g)
-    return [Formed(torch.cat(parts)) for parts in found]
