@@ -42,7 +42,7 @@ class FlatLayout:
 
     def view(self, x: Tensor, place: int) -> Tensor:
         """Return one tensor's part of ``[..., size]``, ``[..., *shape]``."""
-        return x[..., self.slices[place]].view(*x.shape[:-1], *self.shapes[place])
+        return x[..., self.slices[place]].view((*x.shape[:-1], *self.shapes[place]))
 
     def views(self, x: Tensor, places: Iterable[int] | None = None) -> list[Tensor]:
         """Return the parts of some tensors, of all by default."""

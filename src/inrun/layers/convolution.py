@@ -127,7 +127,8 @@ def rule_of_convolution(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[
     if has_weight:
         found.append(Convolved(rows, images, weight, geometry))
     if has_bias:
-        found.append(Formed(rows.flatten(3).sum((1, 3))))
+        summed = rows.flatten(3)
+        found.append(Formed(summed.sum((1, 3)), lambda: summed.movedim(2, 3).flatten(1, 2)))
     return found
 
 
