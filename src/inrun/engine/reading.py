@@ -155,7 +155,7 @@ def clip_from_products(readings: Sequence[Reading], some: Sequence[Scored], dire
     few = [s for s in few if any(s.place in r.products for r in readings)][:FEW]
     if not few:
         return torch.ones((), device=some[0].parameter.device)
-    vs = torch.cat([directions[s.place].flatten(1) for s in few], 1)
+    vs = torch.cat([(v := directions[s.place]).reshape(len(v), -1) for s in few], 1)
     gradients = torch.cat([s.parameter.grad.reshape(-1) for s in few]).to(vs.dtype)  # type: ignore[union-attr]
     sizes = torch.tensor([s.parameter.numel() for s in few])
     owner = torch.repeat_interleave(torch.arange(len(few)), sizes).to(vs.device, non_blocking=True)
