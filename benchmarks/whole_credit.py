@@ -2,8 +2,8 @@
 
     python benchmarks/whole_credit.py --data ../shared/data/minipile.jsonl.gz --corpus bytes --lr 3e-3 --sketch 4096 --sketch 16384
 
-Prints, per sketch size: Spearman pooled over all uses and within steps, error / spread, the sum of estimates before anything is
-spread over the exact sum, how often the error estimate covers at 1 and 2 standard errors, the memory held between steps, and the
+Prints, per sketch size: Spearman pooled over all uses and within steps, error / spread, the sum of estimates over
+the exact sum, how often the error estimate covers at 1 and 2 standard errors, the memory held between steps, and the
 mean CPU time of a step, once the window is full.
 """
 
@@ -19,7 +19,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-import inrun
+from inrun.engine import Accountant
 from inrun.statistics import spearman
 from inrun.training.gpt import GPT, GPTConfig, next_token_loss
 
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
             held = rows(8, torch.Generator().manual_seed(10_000 + step)) if options.redrawn else fixed
             return next_token_loss(model, held)
 
-        memory = {"credit_memory": "exact"} if size is None else {"sketch": size}
-        accountant = inrun.Accountant(model, optimizer, validation, credit="whole", bitwise=True, audit_every=0, **memory)
+        sketch = "exact" if size is None else size
+        accountant = Accountant(model, optimizer, validation, sketch=sketch, bitwise=True, audit_every=0)
         peak, started, took = 0, time.process_time(), []
         for t in range(options.steps):
             for g in optimizer.param_groups:
@@ -69,14 +69,12 @@ def run(options: argparse.Namespace, sizes: list[int], exact: bool) -> list[dict
             peak = max(peak, accountant.held_bytes())
             took.append(time.process_time() - started - sum(took))
         accountant.close()
-        credit = accountant._run.credit
         table = accountant.ledger.credits().sort_by([("step", "ascending"), ("row", "ascending")])
         found.append(
             {
                 "size": size,
                 "credit": table["credit"].to_numpy().reshape(options.steps, -1).astype(float),
                 "error": table["error"].to_numpy().reshape(options.steps, -1).astype(float),
-                "totals": 1.0 - float(credit.spread.sum() / credit.given.sum()),
                 "bytes": peak,
                 "ms": 1e3 * float(np.mean(took[44:])),
                 "entries": sum(p.numel() for p in model.parameters()),
@@ -118,7 +116,7 @@ def main() -> None:
         cover = [float((np.abs(off) <= k * error).mean()) for k in (1, 2)]
         print(
             f"  {other['size']:>7}: pooled {spearman(credit.ravel(), exact.ravel()):.4f} within {within:.4f} error/spread "
-            f"{off.std() / exact.std():.3f} totals {other['totals']:.3f} cover {cover[0]:.2f} {cover[1]:.2f} "
+            f"{off.std() / exact.std():.3f} totals {credit.sum() / exact.sum():.3f} cover {cover[0]:.2f} {cover[1]:.2f} "
             f"{other['bytes'] / 1e6:.0f} MB {other['ms']:.0f} ms",
             flush=True,
         )

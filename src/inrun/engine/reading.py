@@ -31,6 +31,8 @@ class Reading:
     kept: list[tuple[int, PerSample]] = field(default_factory=list)
     #: Σ|terms| of every entry, by place; on audited steps.
     sizes: dict[int, Tensor] = field(default_factory=dict)
+    #: The ids of the samples, if they are known.
+    ids: Tensor | None = None
 
 
 def read_probes(parameters: Parameters, request: Request) -> Reading:
@@ -66,7 +68,8 @@ def joined(sketcher: Sketcher, readings: Sequence[Reading]) -> Entering:
         torch.cat(parts, 1, out=rows[first : first + r.n])
         tables += [(i, call, first, numbers, values) for i, call, numbers, values in r.tables]
         first += r.n
-    return Entering(rows, tables)
+    ids = [r.ids for r in readings if r.ids is not None]
+    return Entering(rows, tables, torch.cat(ids).numpy() if ids else None)
 
 
 def _column(sketcher: Sketcher, reading: Reading, place: int) -> Tensor:
@@ -143,7 +146,7 @@ def clip_from_entries(sketcher: Sketcher, rows: Tensor, now: Tensor, some: Seque
         return ratio(total, now)
     by_place = {s.place: s.parameter.grad for s in some}
     gradients = [None if (g := by_place.get(i)) is None else g.unsqueeze(0) for i in range(len(sketcher.plans))]
-    sketched = sketcher.of_directions(gradients, 1, epoch, (), cut=False)
+    sketched = sketcher.of_directions(gradients, 1, epoch, ())
     total = rows.sum(0)
     known = torch.cat([total[sketcher.columns[i]] for i in stepping])
     return ratio(known, torch.cat([sketched.flat[0, sketcher.columns[i]] for i in stepping]))

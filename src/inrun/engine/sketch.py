@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.flat import FlatLayout
+from inrun.engine.signs import Signs, signed_sums
 from inrun.layers.tap import Leaf
 
 #: Entries per segment at most; numbers per row that is kept apart, and for sketches below ``SMALL`` numbers.
@@ -31,8 +32,6 @@ HEAVY = 32
 LEAST, ENTRIES = 32, 0.25
 #: Entries of a direction count as at most so many times their tensor's mean size.
 MOST = 30.0
-#: The base signs are this much longer than the model, so that every epoch reads them from another place.
-SHIFTS, SHIFT = 257, 4_099
 
 
 def default_size(entries: int) -> int:
@@ -131,14 +130,17 @@ class Epoch:
     """A time in which gradients are sketched in one way, and what was paid to its uses."""
 
     number: int
-    #: Signs by tensor ``[segments, segment]`` and weights ρ by segment; None for tensors of which every entry is kept.
+    #: Signs by tensor ``[segments, segment]``, or as many segments as it takes for them to repeat, and weights ±ρ by segment;
+    #: None for tensors of which every entry is kept.
     signs: list[Tensor | None]
     weights: list[Tensor | None]
     #: The running sum of sketched directions ``[k, columns]``, and of the rows of tables.
     paid: Tensor = field(default_factory=lambda: torch.zeros(0))
     tables: dict[int, Tensor] = field(default_factory=dict)
-    #: What the optimizer remembers of the samples, sketched, ``[columns]``.
-    remembered: Tensor | None = None
+
+    def joined_weights(self, some: Sequence[int]) -> Tensor:
+        """Return the weights of some tensors, one after the other."""
+        return torch.cat([w for i in some if (w := self.weights[i]) is not None])
 
 
 @dataclass
@@ -156,59 +158,65 @@ class Sketcher:
         self.leaves, self.plans, self.dtype = list(leaves), plans, dtype
         self.flat = FlatLayout([leaf.parameter for leaf in leaves], dtype)
         self.device = self.flat.device
-        #: Columns of lossy tensors come first.
-        self.order = [i for i, p in enumerate(plans) if not p.lossless] + [i for i, p in enumerate(plans) if p.lossless]
+        #: Columns of lossy tensors come first, those with equal segments together.
+        self.lossy = sorted((i for i, p in enumerate(plans) if not p.lossless), key=lambda i: plans[i].segment)
+        self.kept = [i for i, p in enumerate(plans) if p.lossless]
+        self.order = self.lossy + self.kept
         self.columns: dict[int, slice] = {}
         at = 0
         for i in self.order:
             self.columns[i] = slice(at, at + plans[i].buckets)
             at += plans[i].buckets
         self.size = at
-        self.lossy = [i for i in self.order if not plans[i].lossless]
-        self.kept = [i for i in self.order if plans[i].lossless]
         self.cut = sum(plans[i].buckets for i in self.lossy)
         owner = [torch.full((plans[i].buckets,), j) for j, i in enumerate(self.order)]
         #: The place in ``order`` of the tensor that a column belongs to.
         self.owner = (torch.cat(owner) if owner else torch.zeros(0, dtype=torch.long)).to(self.device)
-        self._offsets, total = {}, 0
-        for i in self.lossy:
-            self._offsets[i], total = total, total + plans[i].numel
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(0, 2, (total + SHIFTS * SHIFT if total else 0,), generator=generator, dtype=torch.int8)
-        self._base = drawn.to(self.dtype).mul_(2).sub_(1).to(self.device)
+        self._signs = Signs([plans[i] for i in self.lossy], dtype, self.device, seed)
         self.buckets = self._bucket_index()
+        segments = torch.tensor([plans[i].segments for i in self.lossy], dtype=torch.long)
+        #: The place in ``lossy`` of the tensor that a segment belongs to.
+        self._owner_of_segments = torch.repeat_interleave(torch.arange(len(segments), dtype=torch.int32), segments).to(self.device)
 
     def _bucket_index(self) -> Tensor:
         """Return the column of every segment of the lossy tensors, one after the other."""
-        parts = [torch.arange(self.plans[i].segments) % self.plans[i].buckets + self.columns[i].start for i in self.lossy]
-        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)).to(self.device)
+        parts = [
+            torch.arange(self.plans[i].segments, dtype=torch.int32) % self.plans[i].buckets + self.columns[i].start
+            for i in self.lossy
+        ]
+        return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int32)).to(self.device)
 
     def epoch(self, number: int, moves: dict[int, tuple[Tensor, Tensor]]) -> Epoch:
         """Return new signs, and weights by how segments moved: ``moves`` has A and q by tensor."""
-        shift = (number % SHIFTS) * SHIFT
         signs: list[Tensor | None] = [None] * len(self.plans)
         weights: list[Tensor | None] = [None] * len(self.plans)
-        for i in self.lossy:
-            plan, start = self.plans[i], self._offsets[i] + shift
-            signs[i] = self._base[start : start + plan.numel].view(plan.segments, plan.segment)
-            weights[i] = (
-                self._weights(i, *moves[i]) if i in moves else torch.ones(plan.segments, dtype=self.dtype, device=self.device)
-            )
+        if not self.lossy:
+            return Epoch(number, signs, weights)
+        sizes = [self.plans[i].segments for i in self.lossy]
+        joined = self._signs.of_segments(sum(sizes), number)
+        joined = joined * self._weights(moves) if moves else joined.clone()
+        for j, (i, weight) in enumerate(zip(self.lossy, joined.split(sizes), strict=True)):
+            signs[i], weights[i] = self._signs.of_entries(j, number), weight
         return Epoch(number, signs, weights)
 
-    def _weights(self, i: int, factor: Tensor | float, q: Tensor) -> Tensor:
-        plan = self.plans[i]
-        if not isinstance(factor, Tensor):
-            return torch.ones(plan.segments, dtype=self.dtype, device=self.device)
-        pushed = q.reshape(plan.segments, plan.segment).to(self.dtype)
-        moved = (pushed * factor.reshape_as(pushed).to(self.dtype)).square_().mean(1)
-        push = pushed.square().mean(1)
+    def _weights(self, moves: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """Return ρ = (|A∘q| / |q|)^½ by segment, relative to the tensor's; 1 in segments that no gradient ever reached."""
+        norms, zero = [], torch.zeros((), dtype=self.dtype, device=self.device)
+        for i in self.lossy:
+            plan = self.plans[i]
+            if i not in moves:
+                norms.append(zero.expand(2, plan.segments))
+                continue
+            factor, q = (x.reshape(plan.segments, plan.segment).to(self.dtype) for x in moves[i])
+            norms.append(torch.stack([torch.linalg.vector_norm(x, dim=1) for x in (q * factor, q)]))
+        moved, push = joined = torch.cat(norms, 1)
         known = (moved > 0) & (push > 0)
+        whole = torch.zeros(2, len(self.lossy), dtype=self.dtype, device=self.device)
+        typical = whole.index_add_(1, self._owner_of_segments, (joined * known).square_()).sqrt_()
         tiny = torch.finfo(self.dtype).tiny
-        typical = (moved * known).sum() / (push * known).sum().clamp_min(tiny)
-        # The fourth root: these are squares of norms. Segments that no gradient ever reached are like the others.
-        ratio = torch.where(known, moved / push.clamp_min(tiny) / typical.clamp_min(tiny), 1.0)
-        return ratio.clamp_(1e-8, 1e8).pow_(0.25)
+        by_tensor = typical[1] / typical[0].clamp_min(tiny)
+        ratio = moved / push.clamp_min(tiny) * by_tensor.index_select(0, self._owner_of_segments)
+        return torch.where(known, ratio, 1.0).clamp_(1e-4, 1e4).sqrt_()
 
     # Gradients
 
@@ -223,30 +231,29 @@ class Sketcher:
         """Return the signed sums of segments, ``[m, segments]``."""
         plan, signs = self.plans[i], epoch.signs[i]
         assert signs is not None
-        return torch.linalg.vecdot(g.reshape(len(g), plan.segments, plan.segment).to(self.dtype), signs)
+        return signed_sums(g.reshape(len(g), plan.segments, plan.segment).to(self.dtype), signs)
 
     def fold(self, i: int, z: Tensor, epoch: Epoch) -> Tensor:
         """Let weighted segment sums fall into buckets."""
         plan, weights = self.plans[i], epoch.weights[i]
         assert weights is not None
-        z = z * weights
+        return self._folded(plan, z * weights)
+
+    @staticmethod
+    def _folded(plan: Plan, z: Tensor) -> Tensor:
         if plan.segments % plan.buckets:
             z = torch.nn.functional.pad(z, (0, -plan.segments % plan.buckets))
         return z.view(len(z), -1, plan.buckets).sum(1)
 
     def of_rows(self, i: int, b: Tensor, tokens: Tensor, epoch: Epoch) -> Tensor:
         """Sketch rows of a table apart: ``b`` ``[n, t, d]`` at ``tokens`` ``[n, t]`` to ``[n, t, per_row]``."""
-        plan, signs = self.plans[i], epoch.signs[i]
-        assert signs is not None
-        of_rows = signs.view(plan.rows, plan.per_row, plan.fine)[tokens]
+        plan, signs, weights = self.plans[i], epoch.signs[i], epoch.weights[i]
+        assert signs is not None and weights is not None
+        signs = signs.view(-1, plan.per_row, plan.fine)
+        of_rows = signs[tokens if len(signs) == plan.rows else tokens % len(signs)]
         values = torch.linalg.vecdot(b.reshape(*tokens.shape, plan.per_row, plan.fine).to(self.dtype), of_rows)
-        return values * self.fine_weights(i, epoch)[tokens]
-
-    def fine_weights(self, i: int, epoch: Epoch) -> Tensor:
-        """Return ρ for rows that are kept apart, ``[rows, per_row]``."""
-        plan, weights = self.plans[i], epoch.weights[i]
-        assert weights is not None
-        return weights.view(plan.rows, -1).repeat_interleave(plan.segment // plan.fine, 1)
+        by_segment = weights.view(plan.rows, -1)[tokens].unsqueeze(-1)
+        return (values.view(*tokens.shape, by_segment.shape[-2], -1) * by_segment).view_as(values)
 
     def heavy_rows(self, i: int, g: Tensor, epoch: Epoch) -> tuple[Tensor, Tensor, Tensor]:
         """Take the heaviest rows out of gradients ``[m, rows, columns]``.
@@ -254,66 +261,87 @@ class Sketcher:
         Returns:
             The buckets of the rest ``[m, buckets]``, the rows' numbers ``[m, heavy]`` and their values ``[m, heavy, per_row]``.
         """
-        plan = self.plans[i]
-        z = self.segment_sums(i, g, epoch)
-        weights = epoch.weights[i]
+        plan, weights = self.plans[i], epoch.weights[i]
         assert weights is not None
-        table = (z * weights).view(len(g), plan.rows, -1)
+        z = self.segment_sums(i, g, epoch).mul_(weights)
+        table = z.view(len(g), plan.rows, -1)
         numbers = torch.topk(table.square().sum(-1), plan.heavy, dim=1).indices
-        taken = g.reshape(len(g), plan.rows, plan.columns).gather(1, numbers.unsqueeze(-1).expand(-1, -1, plan.columns))
+        wide = numbers.unsqueeze(-1)
+        taken = g.reshape(len(g), plan.rows, plan.columns).gather(1, wide.expand(-1, -1, plan.columns))
         values = self.of_rows(i, taken, numbers, epoch)
-        z.view(len(g), plan.rows, -1).scatter_(1, numbers.unsqueeze(-1).expand(-1, -1, table.shape[2]), 0.0)
-        return self.fold(i, z, epoch), numbers, values
+        table.scatter_(1, wide.expand(-1, -1, table.shape[2]), 0.0)
+        return self._folded(plan, z), numbers, values
 
     # Directions
 
-    def of_directions(
-        self, d: Sequence[Tensor | None], k: int, epoch: Epoch, tables: Sequence[int], cut: bool = True
-    ) -> SketchedDirection:
-        """Sketch directions ``[k, *shape]`` by tensor; missing ones are 0.
+    def clip_(self, d: Sequence[Tensor | None]) -> None:
+        """Cut off the entries of directions ``[k, *shape]`` that are beyond :data:`MOST` times their tensor's mean, in place.
 
-        Entries beyond :data:`MOST` times the mean are cut off where no rows are kept apart: an entry that is huge because its
-        factor A is large pays no more than others, |A g| |∇|, and would hide its bucket.
+        An entry that is huge because its factor A is large pays no more than others, |A g| |∇|, and would hide its bucket.
+        What gradients are contracted with in the backward must be cut off alike. Rows kept apart are not cut.
         """
-        parts, kept = [], []
-        made: dict[int, Tensor] = {}
-        for i in self.lossy:
-            plan, x, signs = self.plans[i], d[i], epoch.signs[i]
-            assert signs is not None
-            if x is None:
-                parts.append(torch.zeros(k, plan.segments, dtype=self.dtype, device=self.device))
-                continue
-            x = x.reshape(k, plan.segments, plan.segment).to(self.dtype)
-            if cut and not plan.fine:
-                most = torch.linalg.vector_norm(x, 1, dim=(1, 2), keepdim=True) * (MOST / plan.numel)
-                x = x.clamp(-most, most)
-            parts.append(torch.linalg.vecdot(x, signs))
-            if plan.fine and i in tables:
-                fine = x.view(k, plan.rows, plan.per_row, plan.fine) * signs.view(plan.rows, plan.per_row, plan.fine)
-                made[i] = fine.sum(-1) / self.fine_weights(i, epoch)
-        for i in self.kept:
-            x = d[i]
-            size = self.plans[i].numel
-            kept.append(
-                torch.zeros(k, size, dtype=self.dtype, device=self.device) if x is None else x.reshape(k, size).to(self.dtype)
-            )
-        flat = torch.zeros(k, self.size, dtype=self.dtype, device=self.device)
-        if parts:
-            weights = torch.cat([w for i in self.lossy if (w := epoch.weights[i]) is not None])
-            flat.index_add_(1, self.buckets, torch.cat(parts, 1) / weights)
-        if kept:
-            flat[:, self.cut :] = torch.cat(kept, 1)
-        return SketchedDirection(flat, made)
+        some = [(x, self.plans[i].numel) for i in self.lossy if (x := d[i]) is not None and not self.plans[i].fine]
+        if not some:
+            return
+        norms = torch.stack([torch.linalg.vector_norm(x.flatten(1), 1, dim=1) for x, _ in some])
+        numel = torch.tensor([MOST / n for _, n in some], dtype=norms.dtype).to(norms.device, non_blocking=True)
+        most = norms * numel.unsqueeze(1)
+        for (x, _), high, low in zip(some, most, -most, strict=True):
+            wide = (-1, *[1] * (x.dim() - 1))
+            x.clamp_(low.view(wide), high.view(wide))
+
+    def of_directions(self, d: Sequence[Tensor | None], k: int, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
+        """Sketch directions ``[k, *shape]`` by tensor; missing ones are 0."""
+        return self.sketch(*self.join(d, k), epoch, tables)
 
     def of_flat(self, d: Tensor, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
-        """Sketch directions ``[k, size]``, which hold all tensors one after the other."""
-        return self.of_directions(list(self.flat.views(d)), len(d), epoch, tables)
+        """Sketch directions ``[k, size]`` that hold all tensors one after the other."""
+        return self.of_directions(d.split([p.numel for p in self.plans], 1), len(d), epoch, tables)
+
+    def join(self, d: Sequence[Tensor | None], k: int) -> tuple[Tensor, Tensor]:
+        """Return the entries of the lossy tensors and those of the others, one tensor after the other, ``[k, entries]``."""
+        none = torch.zeros((), dtype=self.dtype, device=self.device)
+
+        def part(i: int) -> Tensor:
+            x = d[i]
+            return none.expand(k, self.plans[i].numel) if x is None else x.reshape(k, -1).to(self.dtype)
+
+        empty = none.expand(k, 0)
+        return tuple(torch.cat([part(i) for i in some], 1) if some else empty for some in (self.lossy, self.kept))  # type: ignore[return-value]
+
+    def sketch(self, lossy: Tensor, kept: Tensor, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
+        """Sketch what :meth:`join` returned."""
+        if not self.lossy:
+            return SketchedDirection(kept, {})
+        k, sums, made, at = len(lossy), [], dict[int, Tensor](), 0
+        for some, signs in self._signs.runs(self.lossy, epoch.number):
+            plan, wide = self.plans[some[0]], sum(self.plans[i].numel for i in some)
+            part = lossy[:, at : at + wide].view(k, -1, plan.segment)
+            sums.append(signed_sums(part, signs))
+            at += wide
+        at = 0
+        for i in self.lossy:
+            plan = self.plans[i]
+            if plan.fine and i in tables:
+                made[i] = self._of_table(plan, lossy[:, at : at + plan.numel], epoch.signs[i], epoch.weights[i])
+            at += plan.numel
+        z = sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+        buckets = torch.zeros(k, self.cut, dtype=self.dtype, device=self.device)
+        buckets.index_add_(1, self.buckets, z / epoch.joined_weights(self.lossy))
+        return SketchedDirection(torch.cat([buckets, kept], 1), made)
+
+    @staticmethod
+    def _of_table(plan: Plan, x: Tensor, signs: Tensor | None, weights: Tensor | None) -> Tensor:
+        assert signs is not None and weights is not None
+        fine = signed_sums(x.view(len(x), -1, plan.fine), signs.view(-1, plan.fine))
+        by_segment = weights.view(plan.rows, -1, 1)
+        return (fine.view(len(x), plan.rows, by_segment.shape[1], -1) / by_segment).view(len(x), plan.rows, plan.per_row)
 
     def kept_columns(self, place: int) -> slice:
         """Return the columns of a tensor of which every entry is kept, counted among those columns."""
         return slice(self.columns[place].start - self.cut, self.columns[place].stop - self.cut)
 
-    def columns_of(self, numbers: Any) -> Tensor | float:
+    def columns_of(self, numbers: Sequence[float]) -> Tensor | float:
         """Return numbers by tensor as one number if they are all alike (zeros aside), else by column."""
         some = {float(x) for x in numbers if x != 0.0}
         if len(some) <= 1:
@@ -333,7 +361,7 @@ class Sketcher:
 
     def nbytes(self) -> int:
         """Return the memory of signs and index."""
-        return int(self._base.nbytes + self.buckets.nbytes + self.owner.nbytes)
+        return int(self._signs.base.nbytes + self.buckets.nbytes + self.owner.nbytes + self._owner_of_segments.nbytes)
 
     def state(self) -> dict[str, Any]:
         """Return plain data by which a resumed run sees whether it sketches alike."""

@@ -69,6 +69,7 @@ class Microbatch:
         try:
             if not failed:
                 self.reading = read_probes(run.parameters, self.request)
+                self.reading.ids = self.ids
                 run.note_taps(taps)
         finally:
             run.tape.end()

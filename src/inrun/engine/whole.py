@@ -265,6 +265,7 @@ class WholeScorer(RefiningScorer):
                 decay, data = decay + part_of_decay, data - part_of_decay
             inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
             data = data - inherited
+        self.sketcher.clip_(self.sketcher.flat.views(total))
         sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
         if current.valid.dim() == 0:
             self._keep_finite(current, found, total, sketched)

@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from inrun.engine.memory import Numbers, StepMemory
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
+from inrun.engine.sketch_error import SketchErrors
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.optimizers import Memory
 
 #: Steps after which running sums begin anew.
 REBASE = 22
-#: One column in so many stands for all where the error of an estimate is estimated.
-EVERY = 4
 
 
 @dataclass(eq=False)
@@ -46,8 +46,8 @@ class Slot:
     place: int
     rows: int
     epoch: Epoch
-    #: Σ f of the steps that paid it, for the error of rows apart.
-    passed: float = 0.0
+    #: The ids of its samples, to find those that are used again.
+    ids: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(eq=False)
@@ -59,6 +59,7 @@ class Entering:
 
     rows: Tensor
     tables: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)
+    ids: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(eq=False)
@@ -81,11 +82,10 @@ class Window:
         self.memory = StepMemory(len(sketcher.plans))
         self.slots: list[Slot] = []
         self.epochs: list[Epoch] = [sketcher.epoch(0, {})]
-        #: Rows; and by use what it was paid and what R had for it when it entered, and the spread of its rows apart.
+        #: Rows; and by use what it was paid and what R had for it when it entered.
         self.ring = torch.zeros(0)
         self.uses: dict[str, Tensor] = {}
-        #: By step, some columns of the direction that was known at its backward, and of R since then.
-        self.directions: dict[str, Tensor] = {}
+        self.errors = SketchErrors(sketcher, self.tables)
         self.apart: dict[tuple[int, int], TableRows] = {}
 
     def check_sets(self, sets: int, step: int) -> None:
@@ -107,10 +107,10 @@ class Window:
         steps, rows = max(steps, old[0]), max(rows, old[1])
         if (steps, rows) == old:
             return
-        sk, k, few = self.sketcher, self.sets, len(range(0, self.sketcher.cut, EVERY))
+        sk, k = self.sketcher, self.sets
         self.ring = self._grown(self.ring, (steps, rows, sk.size))
-        self.uses = {name: self._grown(self.uses.get(name), (steps, rows, k)) for name in ("credit", "noted", "spread")}
-        self.directions = {name: self._grown(self.directions.get(name), (steps, k, few)) for name in ("known", "paid")}
+        self.uses = {name: self._grown(self.uses.get(name), (steps, rows, k)) for name in ("credit", "noted")}
+        self.errors.reserve(steps, rows, k)
         for t in self.apart.values():
             t.numbers = self._grown(t.numbers, (steps, rows, *t.numbers.shape[2:]))
             t.values = self._grown(t.values, (steps, rows, *t.values.shape[2:]))
@@ -181,8 +181,6 @@ class Window:
         weight, f, own = self.memory.step(memories)
         for e in self.epochs:
             self._add(e, directions[id(e)], f)
-        for slot in self.slots:
-            slot.passed += float(np.abs(f).max(initial=0.0))
         self._enter(step, entering, directions[id(self.epoch)], weight, own, known, own_credits)
 
     def abs_sum_of(self, memories: Sequence[Memory | None], directions: dict[int, SketchedDirection]) -> Tensor:
@@ -223,30 +221,17 @@ class Window:
         known: Tensor | None,
         own_credits: Tensor,
     ) -> None:
-        sk, n = self.sketcher, len(entering.rows)
+        n = len(entering.rows)
         place = self._free_place(n)
-        slot = Slot(step, place, n, self.epoch)
+        slot = Slot(step, place, n, self.epoch, entering.ids)
         row = self.ring[place, :n]
         self._enter_tables(place, n, entering, weight)
         self.uses["credit"][place, :n] = own_credits
         torch.mul(entering.rows, self._columns(weight), out=row)
-        spread = torch.zeros_like(own_credits)
-        for (i, _), t in self.apart.items():
-            if i in direction.tables:
-                spread += contract(t.numbers[place, :n], t.values[place, :n].square(), direction.tables[i].square())
-        self.uses["spread"][place, :n] = spread.sqrt_()
         self.slots.append(slot)
         self.uses["noted"][place, :n] = self.value(slot)
-        if sk.cut:
-            some = slice(0, sk.cut, EVERY)
-            ratio = self._columns(np.where(weight == 0.0, 0.0, own / np.where(weight == 0.0, 1.0, weight)))
-            here = (direction.flat * ratio)[:, some]
-            torch.sub(here, slot.epoch.paid[:, some], out=self.directions["paid"][place])
-            if known is None:
-                self.directions["known"][place].zero_()
-            else:
-                self.directions["known"][place] = known[:, some]
-            slot.passed = 1.0
+        ratio = self._columns(np.where(weight == 0.0, 0.0, own / np.where(weight == 0.0, 1.0, weight)))
+        self.errors.enter(slot, direction, ratio, known, self.apart)
 
     def _enter_tables(self, place: int, n: int, entering: Entering, weight: Numbers) -> None:
         for t in self.apart.values():
@@ -309,29 +294,8 @@ class Window:
         return found
 
     def error_of(self, slot: Slot) -> Tensor:
-        """Return the standard error of a step's credits, ``[n, k]``.
-
-        Its variance is Σ_b (S g)_b² (S V)_b² over the lossy columns, with V what the use was paid by beyond the known direction.
-        Single estimates are rough, so each is averaged with the mean of its step.
-        """
-        place, n, sk = slot.place, slot.rows, self.sketcher
-        spread = self.uses["spread"][place, :n] * slot.passed
-        variance = spread.square()
-        if sk.cut:
-            some = slice(0, sk.cut, EVERY)
-            v, known, owner = (
-                self.directions["paid"][place] + slot.epoch.paid[:, some],
-                self.directions["known"][place],
-                sk.owner[some],
-            )
-            sums = torch.zeros(2, self.sets, len(sk.order), dtype=v.dtype, device=v.device)
-            sums.index_add_(2, owner, torch.stack([v * known, known * known]))
-            share = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(torch.finfo(v.dtype).tiny), 0.0)
-            v = v - share[:, owner] * known
-            variance = variance + self.ring[place, :n, some].square() @ v.square().t() * EVERY
-        if n == 0:
-            return variance
-        return (0.5 * variance + 0.5 * variance.mean(0)).sqrt_()
+        """Return the standard errors of a step's credits, ``[n, k]``."""
+        return self.errors.of(slot, self.ring, self.slots)
 
     def rebase(self) -> None:
         """Begin the sums anew."""
@@ -341,12 +305,7 @@ class Window:
             self.uses["noted"][at] = 0.0
         kept = self.memory.rebase()
         by = self._columns(kept)
-        if self.sketcher.cut and self.slots:
-            some = slice(0, self.sketcher.cut, EVERY)
-            part = by[some] if isinstance(by, Tensor) else by
-            for slot in self.slots:
-                here = self.directions["paid"][slot.place]
-                here.add_(slot.epoch.paid[:, some]).div_(part)
+        self.errors.rebase(self.slots, kept, by)
         self.ring.mul_(by)
         for (i, _), t in self.apart.items():
             t.values.mul_(float(kept[i]))
@@ -363,7 +322,7 @@ class Window:
         held = {
             "ring": self.ring,
             **{f"uses.{name}": x for name, x in self.uses.items()},
-            **{f"directions.{name}": x for name, x in self.directions.items()},
+            **{f"errors.{name}": x for name, x in self.errors.held.items()},
             **{f"numbers.{i}.{call}": t.numbers for (i, call), t in self.apart.items()},
             **{f"values.{i}.{call}": t.values for (i, call), t in self.apart.items()},
         }
@@ -372,7 +331,9 @@ class Window:
             "sets": self.sets,
             "memory": self.memory.state_dict(),
             "shape": list(self.ring.shape),
-            "slots": [[s.step, s.place, s.rows, numbers[id(s.epoch)], s.passed] for s in self.slots],
+            "slots": [
+                [s.step, s.place, s.rows, numbers[id(s.epoch)], None if s.ids is None else s.ids.tolist()] for s in self.slots
+            ],
             "epochs": [
                 {"number": e.number, "paid": e.paid, "tables": dict(e.tables), "weights": list(e.weights)} for e in self.epochs
             ],
@@ -396,8 +357,12 @@ class Window:
             epoch.tables = {int(i): t.to(sk.device, copy=True) for i, t in saved["tables"].items()}
             self.epochs.append(epoch)
         by_number = {e.number: e for e in self.epochs}
-        self.slots = [Slot(step, place, rows, by_number[n], passed) for step, place, rows, n, passed in state["slots"]]
-        self.ring, self.uses, self.directions, self.apart = torch.zeros(0), {}, {}, {}
+        self.slots = [
+            Slot(step, place, rows, by_number[n], None if ids is None else np.array(ids, np.int64))
+            for step, place, rows, n, ids in state["slots"]
+        ]
+        self.ring, self.uses, self.apart = torch.zeros(0), {}, {}
+        self.errors = SketchErrors(sk, self.tables)
         if len(state["shape"]) == 3:
             self.reserve(state["shape"][0], state["shape"][1])
         places = [s.place for s in self.slots]
@@ -408,15 +373,15 @@ class Window:
                 wide = state["held"][f"values.{i}.{call}"].shape
                 target: Tensor = getattr(self._table((i, call), wide[2], wide[3]), kind)
             else:
-                target = self.ring if kind == "ring" else getattr(self, kind)[rest]
+                target = self.ring if kind == "ring" else (self.errors.held if kind == "errors" else self.uses)[rest]
             target[places] = x.to(sk.device)
 
     def nbytes(self) -> int:
         """Return the memory of the ring and its sums."""
-        held = [self.ring, *self.uses.values(), *self.directions.values()]
+        held = [self.ring, *self.uses.values()]
         held += [x for t in self.apart.values() for x in (t.numbers, t.values)]
         held += [x for e in self.epochs for x in (e.paid, *e.tables.values(), *(w for w in e.weights if w is not None))]
-        return sum(x.nbytes for x in held) + self.sketcher.nbytes()
+        return sum(x.nbytes for x in held) + self.errors.nbytes() + self.sketcher.nbytes()
 
 
 def contract(numbers: Tensor, values: Tensor, table: Tensor) -> Tensor:
