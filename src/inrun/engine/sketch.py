@@ -341,7 +341,7 @@ class Sketcher:
         """Return the columns of a tensor of which every entry is kept, counted among those columns."""
         return slice(self.columns[place].start - self.cut, self.columns[place].stop - self.cut)
 
-    def columns_of(self, numbers: Sequence[float]) -> Tensor | float:
+    def columns_of(self, numbers: Any) -> Tensor | float:
         """Return numbers by tensor as one number if they are all alike (zeros aside), else by column."""
         some = {float(x) for x in numbers if x != 0.0}
         if len(some) <= 1:
