@@ -17,12 +17,14 @@ from inrun.analysis import Summary, summarise, summarise_run
 from inrun.engine.description import accountant_html, describe_accountant
 from inrun.engine.hooks import OptimizerHooks
 from inrun.engine.options import Coverage, CoverageRow, Options, audit_due
+from inrun.engine.processes import Communication, find_processes
 from inrun.engine.record import StepResult
 from inrun.engine.run import Run
 from inrun.engine.setup import check_arguments, make_setup
 from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.engine.whole import WholeScorer
+from inrun.engine.wrapped import check_model, unwrap
 from inrun.errors import ConfigurationError, LedgerError, StepError
 from inrun.ledger import Ledger, LedgerReader, LedgerWriter, MemoryLedger
 from inrun.ledger.live import live_reader
@@ -77,8 +79,15 @@ class Accountant:
         optimizers = check_arguments(model, optimizer, method, sketch, ledger, audit_every, flags)
         if model in _attached:
             raise ConfigurationError("this model already has an accountant. Close it before making another.")
+        wrapped = unwrap(model)
+        model = wrapped.model
         self.model, self.method, self.options = model, method, options or Options()
-        setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode)
+        group = self.options.process_group or wrapped.group
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._processes = processes = find_processes(group, device, wrapped.sharded)
+        if processes.several:
+            check_model(model)
+        setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode, processes)
         self._schedule = (audit_every, check_rows)
         self._run = Run(model, optimizers, setup.parameters, setup.scorer, setup.mover, bitwise, self._write)
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
@@ -93,7 +102,9 @@ class Accountant:
         if ledger is None:
             return MemoryLedger(self.about())
         if isinstance(ledger, (str, os.PathLike)):
-            return Ledger(os.fspath(ledger), about={**self.about(), **self.options.about})
+            about = {**self.about(), **self.options.about}
+            with self._processes.barrier("the ledger", 0):
+                return Ledger(os.fspath(ledger), rank=self._processes.rank, world=self._processes.world, about=about)
         return ledger
 
     def _write(self, record: StepRecord) -> None:
@@ -246,6 +257,11 @@ class Accountant:
             ("whole", "realised") if self.method == "whole" else ("step", "realised" if self.method == "step" else "sgd")
         )
         return summarise(accounts(), self.method, update, credit, uses() if callable(uses) else None)
+
+    @property
+    def communication(self) -> Communication:
+        """Return what the accountant exchanged with other processes since the last step began."""
+        return self._processes.communication()
 
     def held_bytes(self) -> int:
         """Return the memory that scoring holds between steps, in bytes."""

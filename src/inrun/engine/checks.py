@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.parameters import Parameters, Scored
+from inrun.engine.processes import Processes
 from inrun.engine.reading import Reading
 from inrun.engine.transfer import Array
 from inrun.errors import ConservationError, CreditError, InrunError
@@ -30,23 +31,35 @@ def nothing(parameters: Parameters) -> Tensor:
 
 
 @torch.no_grad()
-def check_products(out: Tensor, some: Sequence[Scored], readings: Sequence[Reading], clip: Tensor, v: dict[int, Tensor]) -> None:
+def check_products(
+    out: Tensor, some: Sequence[Scored], readings: Sequence[Reading], clip: Tensor, v: dict[int, Tensor], processes: Processes
+) -> None:
     """Add by tensor how far Σ_n ⟨g_n, v⟩ is from ⟨G, v⟩, and Σ|⟨g_n, v⟩|, to ``out`` ``[2, tensors]``."""
+    places, of_samples, of_batch = [], [], []
     for s in some:
         parts = [r.products[s.place] for r in readings if s.place in r.products]
-        g, d = s.parameter.grad, v.get(s.place)
-        if g is None or d is None or not parts:
+        g, d = s.grad, v.get(s.place)
+        if g is None or d is None:
             continue
         d, g = d.reshape(len(d), -1), g.reshape(-1).to(d.dtype)
-        x = torch.cat(parts).to(d.dtype) * clip
-        out[0, s.place] += torch.linalg.vector_norm(d @ g - x.sum(0))
-        # Where v is at right angles to all gradients, rounding is that of the products.
-        bound = torch.linalg.vector_norm(d) * torch.linalg.vector_norm(g)
-        out[1, s.place] += torch.linalg.vector_norm(x.abs().sum(0)) + OF_ALL * bound
+        x = torch.cat(parts).to(d.dtype) * clip if parts else d.new_zeros(0, len(d))
+        places.append(s.place)
+        of_samples.append(torch.stack([x.sum(0), x.abs().sum(0)]))
+        of_batch.append(torch.stack([d @ g, d.square().sum().expand(len(d)), g.square().sum().expand(len(d))]))
+    if not places:
+        return
+    (total, size), (product, d2, g2) = (
+        processes.all_reduced("audits", torch.stack(of_samples, 1)),
+        processes.over_shards(torch.stack(of_batch, 1)),
+    )
+    out[0, places] += torch.linalg.vector_norm(product - total, dim=1).to(out.dtype)
+    # Where v is at right angles to all gradients, rounding is that of the products.
+    bound = (d2[:, 0] * g2[:, 0]).sqrt()
+    out[1, places] += (torch.linalg.vector_norm(size, dim=1) + OF_ALL * bound).to(out.dtype)
 
 
 @torch.no_grad()
-def check_entries(out: Tensor, columns: dict[int, slice], rows: Tensor, now: Tensor, clip: Tensor) -> None:
+def check_entries(out: Tensor, columns: dict[int, slice], rows: Tensor, now: Tensor, clip: Tensor, processes: Processes) -> None:
     """Add by tensor how far Σ_n g_n is from G entry by entry, and the norm of Σ|g_n|, to ``out`` ``[2, tensors]``.
 
     Args:
@@ -55,8 +68,10 @@ def check_entries(out: Tensor, columns: dict[int, slice], rows: Tensor, now: Ten
         rows: Per-sample entries, ``[n, columns]``.
         now: The gradients as the optimizer will use them, in the same columns.
         clip: The factor between the two.
+        processes: Those that have the samples.
     """
-    off, size = now - rows.sum(0) * clip, rows.abs().sum(0) * clip
+    total, size = processes.all_reduced("audits", torch.stack([rows.sum(0), rows.abs().sum(0)])) * clip
+    off = now - total
     for i, c in columns.items():
         out[0, i] += torch.linalg.vector_norm(off[c])
         out[1, i] += torch.linalg.vector_norm(size[c])

@@ -41,17 +41,19 @@ class FirstScorer(Scorer):
     def request(self, n: int, longest: int | None, audited: bool) -> Request:
         """Contract with the validation gradient."""
         k = len(self._found.labels)
-        return Request(n, self.parameters.dtype, directions=self._directions, k=k, longest=longest)
+        return Request(n, self.parameters.dtype, directions=self.parameters.gathered(self._directions), k=k, longest=longest)
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare inner products."""
-        return clip_from_products(readings, self.parameters.of(optimizer), self._directions)
+        return clip_from_products(readings, self.parameters.of(optimizer), self._directions, self.parameters.processes)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
         """Check conservation."""
         if self._failures is None:
             self._failures = nothing(self.parameters)
-        check_products(self._failures[:2], self.parameters.of(optimizer), readings, clip, self._directions)
+        check_products(
+            self._failures[:2], self.parameters.of(optimizer), readings, clip, self._directions, self.parameters.processes
+        )
 
     def drop(self) -> None:
         """Forget the check."""
@@ -63,9 +65,11 @@ class FirstScorer(Scorer):
         found, dtype = self._found, self.parameters.dtype
         parts = [self._contributions(r, clips) for r in readings]
         contributions = torch.cat(parts) if parts else torch.zeros(0, len(found.labels), dtype=dtype)
-        total = contributions.sum(0, dtype=torch.float64)
-        accounts = Accounts(total, contributions.abs().sum(0, dtype=torch.float64), points=1)
-        valid = torch.stack([finite(contributions, *clips.values()), finite(found.losses)])
+        processes = self.parameters.processes
+        sums = torch.stack([contributions.sum(0, dtype=torch.float64), contributions.abs().sum(0, dtype=torch.float64)])
+        total, abs_sum = processes.all_reduced("sums of contributions", sums)
+        accounts = Accounts(total, abs_sum, points=1)
+        valid = torch.stack([processes.all_true(finite(contributions, *clips.values())), finite(found.losses)])
         failures, self._failures = self._failures, None
         return Outcome(found.labels, found.losses, contributions, accounts, valid, failures)
 
@@ -112,18 +116,19 @@ class SecondScorer(FirstScorer):
         known, now = [], []
         for s in self.parameters.of(optimizer):
             totals = [g.total() for r in readings for i, g in r.kept if i == s.place]
-            if totals and s.parameter.grad is not None:
-                known.append(torch.stack(totals).sum(0).reshape(-1).to(self.parameters.dtype))
-                now.append(s.parameter.grad.reshape(-1).to(self.parameters.dtype))
-        return ratio(torch.cat(known), torch.cat(now)) if known else torch.ones((), dtype=self.parameters.dtype)
+            if s.grad is not None and (totals or self.parameters.processes.several):
+                total = torch.stack(totals).sum(0) if totals else torch.zeros_like(s.grad)
+                known.append(total.reshape(-1).to(self.parameters.dtype))
+                now.append(s.grad.reshape(-1).to(self.parameters.dtype))
+        processes = self.parameters.processes
+        if not known:
+            return torch.full((), 1.0 / processes.world, dtype=self.parameters.dtype)
+        return ratio(processes.all_reduced("sums of gradients", torch.cat(known)), torch.cat(now), processes)
 
     def before_move(self, step: int, readings: Sequence[Reading], clips: dict[int, Tensor]) -> None:
         """Take ∇ℓ − (η/2) H Σg with the gradient that the optimizer is about to use, and contract."""
         rates = self._rates([s.place for s in self.parameters.scored])
-        move = [
-            None if s.parameter.grad is None else s.parameter.grad * -rate
-            for s, rate in zip(self.parameters.scored, rates, strict=True)
-        ]
+        move = [None if s.grad is None else s.grad * -rate for s, rate in zip(self.parameters.scored, rates, strict=True)]
         self._take(self.validation.gradients(self.parameters.tensors(), step, move))
         with torch.no_grad():
             for r in readings:

@@ -12,10 +12,20 @@ import torch
 from torch import Tensor
 
 
+def local(x: Tensor) -> Tensor:
+    """Return what is here of a tensor: its rows of this rank where ``fully_shard`` splits it."""
+    if not hasattr(x, "to_local"):
+        return x
+    with torch.no_grad():
+        found: Tensor = x.to_local()
+        return found
+
+
 class FlatLayout:
     """Where the entries of each tensor lie in the vector."""
 
     def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        tensors = [local(t) for t in tensors]
         self.dtype = dtype
         self.device = tensors[0].device
         self.shapes = [t.shape for t in tensors]
@@ -34,7 +44,8 @@ class FlatLayout:
     def fill(self, out: Tensor, tensors: Sequence[Tensor | None], first: int = 0) -> None:
         """Copy tensors into a vector ``[size]``, beginning with tensor ``first``; None stands for zeros."""
         parts = [
-            self._zero.expand(self.shapes[i].numel()) if t is None else t.detach().reshape(-1) for i, t in enumerate(tensors, first)
+            self._zero.expand(self.shapes[i].numel()) if t is None else local(t.detach()).reshape(-1)
+            for i, t in enumerate(tensors, first)
         ]
         if parts:
             start, stop = self.slices[first].start, self.slices[first + len(parts) - 1].stop

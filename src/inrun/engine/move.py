@@ -128,14 +128,14 @@ class Mover:
         if not self.keeps_weights:
             return
         owned, rule = self.parameters.of(index), self.rules[index]
-        stepping = [s for s in owned if s.parameter.grad is not None]
-        self._first |= {s.place: rule.remembered(optimizer.state.get(s.parameter, {})) is None for s in stepping}
+        stepping = [s for s in owned if s.grad is not None]
+        self._first |= {s.place: rule.remembered(s.state_of(optimizer)) is None for s in stepping}
         for group in optimizer.param_groups:
-            states = [optimizer.state[s.parameter] for s in stepping if s.group is group and s.parameter in optimizer.state]
+            states = [s.state_of(optimizer) for s in stepping if s.group is group and s.parameter in optimizer.state]
             rule.before_step(group, states)
         if self._before is None:
             self._before = self.flat.buffer()
-        self.flat.fill(self._before, [s.parameter for s in owned], owned[0].place)
+        self.flat.fill(self._before, [s.weights for s in owned], owned[0].place)
         self._stepping += stepping
 
     @torch.no_grad()
@@ -147,14 +147,14 @@ class Mover:
                 self._describe(optimizer, group, some, self.rules[index])
 
     def _describe(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], some: list[Scored], rule: UpdateRule) -> None:
-        states = [optimizer.state.get(s.parameter, {}) for s in some]
+        states = [s.state_of(optimizer) for s in some]
         joined = self._alike(some, states, rule)
         if joined:
             step = self._joined_step(group, some, states, rule)
         else:
             before = self.flat.views(self.weights_before, [s.place for s in some])
             first = [self._first[s.place] for s in some]
-            step = GroupStep(before, [s.parameter.grad for s in some], group, states, first)  # type: ignore[misc]
+            step = GroupStep(before, [s.grad for s in some], group, states, first)  # type: ignore[misc]
         places = [[s.place for s in some]] if joined else [[s.place] for s in some]
         self.groups.append(
             GroupMove(
@@ -187,7 +187,7 @@ class Mover:
         part = self.flat.part([s.place for s in some])
         gradients = []
         if rule.reads_gradients:
-            gradients = [torch.cat([s.parameter.grad.reshape(-1) for s in some])]  # type: ignore[union-attr]
+            gradients = [torch.cat([s.grad.reshape(-1) for s in some])]  # type: ignore[union-attr]
         return GroupStep([self.weights_before[part]], gradients, group, [JoinedState(states)], [self._first[some[0].place]])
 
     @contextlib.contextmanager
@@ -197,7 +197,7 @@ class Mover:
             yield
             return
         places = [i for g in self.groups for some in g.places for i in some]
-        weights = [self.parameters.scored[i].parameter.detach() for i in places]
+        weights = [self.parameters.scored[i].weights for i in places]
         self.flat.fill(self.scratch, self.parameters.tensors())
         before = self.flat.views(self.weights_before, places)
         with torch.no_grad():
@@ -237,7 +237,7 @@ class Mover:
     @torch.no_grad()
     def to_directions_(self, gradients: Tensor) -> None:
         """Turn validation gradients ``[k, size]`` into D = A∘∇ in place; in a tensor's first steps D agrees with q."""
-        done = []
+        done, agreeing = [], []
         for g in self.groups:
             if g.memories is None:
                 continue
@@ -247,9 +247,13 @@ class Mover:
                 gradients[:, part] *= factor
                 for i in places if early else ():
                     here = self.flat.slices[i]
-                    mine, own = gradients[:, here], q[here.start - part.start : here.stop - part.start]  # type: ignore[index]
-                    mine.copy_(torch.stack(agree([own] * len(mine), list(mine))))  # type: ignore[list-item]
+                    agreeing.append((q[here.start - part.start : here.stop - part.start], gradients[:, here]))  # type: ignore[index]
         self._clear_others(gradients, done)
+        if self.parameters.shards is not None:
+            self.parameters.shards.agree_(agreeing)  # type: ignore[arg-type]
+            return
+        for own, mine in agreeing:
+            mine.copy_(torch.stack(agree([own] * len(mine), list(mine))))  # type: ignore[list-item]
 
     @torch.no_grad()
     def to_own_directions_(self, gradients: Tensor) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.engine.flat import local
+from inrun.engine.processes import Processes
 from inrun.engine.readers import LeafReader
+from inrun.engine.shards import Gathered, Shards
 from inrun.errors import ConfigurationError, CoverageError
 from inrun.layers.tap import Leaf
 
@@ -40,6 +43,22 @@ class Scored:
         """Return it."""
         return self.leaf.parameter  # type: ignore[return-value]
 
+    @property
+    def weights(self) -> Tensor:
+        """Return its data, of which ``fully_shard`` leaves some rows on each rank."""
+        return local(self.parameter.detach())
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Return its gradient as far as it is here, if it has one."""
+        grad = self.parameter.grad
+        return None if grad is None else local(grad)
+
+    def state_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return its state in the optimizer as far as it is here."""
+        state = optimizer.state.get(self.parameter, {})
+        return {name: local(x) for name, x in state.items()} if hasattr(self.parameter, "to_local") else state
+
 
 @dataclass(eq=False)
 class Parameters:
@@ -47,6 +66,9 @@ class Parameters:
 
     scored: list[Scored]
     leaves: list[Leaf]
+    #: The processes that train them together, and how ``fully_shard`` splits them over these.
+    processes: Processes = field(default_factory=Processes)
+    shards: Shards | None = None
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +83,10 @@ class Parameters:
     def tensors(self) -> list[Tensor]:
         """Return the scored parameters."""
         return [s.parameter for s in self.scored]
+
+    def gathered(self, directions: dict[int, Tensor]) -> Mapping[int, Tensor]:
+        """Return directions as a backward contracts with them: whole."""
+        return directions if self.shards is None else Gathered(directions, self.shards)
 
     def of(self, optimizer: int) -> list[Scored]:
         """Return the scored parameters of one optimizer."""

@@ -58,6 +58,14 @@ class Communication:
         return gathered * (self.world - 1) + handed * (self.world > 1) + added * 2 * (self.world - 1) / self.world
 
 
+@dataclass
+class Meeting:
+    """What a barrier exchanges beside errors: one number of this rank, and when it is passed those of all."""
+
+    number: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+
 class Processes:
     """One process alone."""
 
@@ -72,9 +80,11 @@ class Processes:
         return self.world > 1
 
     @contextlib.contextmanager
-    def barrier(self, where: str, step: int) -> Iterator[None]:
+    def barrier(self, where: str, step: int) -> Iterator[Meeting]:
         """Do local work, and go on only when every rank has done it; an error on one rank is raised on all."""
-        yield
+        meeting = Meeting()
+        yield meeting
+        meeting.numbers = [meeting.number]
 
     def any(self, where: str, step: int, flag: bool) -> bool:
         """Return whether something holds on some rank; a barrier."""
@@ -90,6 +100,10 @@ class Processes:
     def all_gather(self, what: str, mine: Tensor) -> Tensor:
         """Return vectors of equal length of every rank, ``[world, m]``."""
         return mine.unsqueeze(0)
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        """Return whether a flag holds on every rank, as a tensor like it."""
+        return self.all_reduced("flags", (~flag).float()) == 0 if self.several else flag
 
     def over_shards(self, x: Tensor) -> Tensor:
         """Return what was added up over the entries of parameters that are here, over all their entries."""
@@ -148,23 +162,23 @@ class Group(Processes):
     # Barriers
 
     @contextlib.contextmanager
-    def barrier(self, where: str, step: int) -> Iterator[None]:
+    def barrier(self, where: str, step: int) -> Iterator[Meeting]:
         """Do local work, and go on only when every rank has done it; an error on one rank is raised on all."""
-        failure = None
+        meeting, failure = Meeting(), None
         try:
-            yield
+            yield meeting
         except ProcessError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must know
             failure = error
-        self._meet(where, step, failure)
+        meeting.numbers = self._meet(where, step, failure, meeting.number)
 
     def any(self, where: str, step: int, flag: bool) -> bool:
         """Return whether something holds on some rank; a barrier."""
-        return any(self._meet(where, step, None, flag))
+        return any(self._meet(where, step, None, int(flag)))
 
-    def _meet(self, where: str, step: int, failure: Exception | None, flag: bool = False) -> list[bool]:
-        found = self._gather([zlib.crc32(where.encode()), step, int(failure is not None), int(flag)])
+    def _meet(self, where: str, step: int, failure: Exception | None, number: int) -> list[int]:
+        found = self._gather([zlib.crc32(where.encode()), step, int(failure is not None), number])
         if any(x[2] for x in found):
             self._raise(where, step, failure)
         if any(x[:2] != found[0][:2] for x in found):
@@ -173,7 +187,7 @@ class Group(Processes):
                 "the ranks came apart: " + ", ".join(f"rank {r} is at {place}" for r, place in enumerate(places)) + ". All ranks "
                 "must open, step and leave the same steps, with the same microbatches and optimizers."
             )
-        return [bool(x[3]) for x in found]
+        return [x[3] for x in found]
 
     def _raise(self, where: str, step: int, failure: Exception | None) -> None:
         """Raise the error of this rank, or name those of others."""

@@ -6,13 +6,14 @@ all taps of a parameter share its probes, since everything read is linear in the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from inrun.engine.sketch import Epoch, Sketcher
-from inrun.layers.gradients import LookUp, PerSample
+from inrun.layers.gradients import Formed, LookUp, PerSample
 from inrun.layers.tap import Leaf, Tap
 
 
@@ -50,7 +51,7 @@ class Request:
     sketcher: Sketcher | None = None
     epoch: Epoch | None = None
     #: Directions to contract with, ``[k, *shape]`` by place; missing ones are 0.
-    directions: dict[int, Tensor] = field(default_factory=dict)
+    directions: Mapping[int, Tensor] = field(default_factory=dict)
     k: int = 0
     #: Whether Σ|terms| of every entry is wanted, of tensors of which every entry is kept.
     sizes: bool = False
@@ -173,6 +174,8 @@ class Collected:
         r = reader.request
         self._directions = r.directions[reader.place].reshape(r.k, -1) if reader.products is not None else None
         self._sizes: Tensor | None = None
+        #: Gradients of tensors made of the parameter, pulled back, where they are kept.
+        self._kept: list[Tensor] = []
         self._parts: list[list[Tensor]] = [[] for p in (reader.products, reader.sketch) if p is not None]
         if rows is not None and rows.heaviest is not None:
             self._parts += [[], []]
@@ -186,6 +189,9 @@ class Collected:
     def add(self, low: int, high: int, g: Tensor) -> None:
         """Read some samples."""
         r, place, made = self.reader.request, self.reader.place, []
+        if r.keeps:
+            self._kept.append(g)
+            return
         flat = g.reshape(len(g), -1)
         if self._directions is not None:
             v = self._directions
@@ -203,6 +209,8 @@ class Collected:
 
     def result(self) -> list[Tensor | None]:
         """Return the gradients of the probes."""
+        if self._kept:
+            self.reader.request.kept.append((self.reader.place, Formed(torch.cat(self._kept))))
         found: list[Tensor | None] = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._parts]
         missing = self.rows is not None and self.rows.heaviest is None
         sizes = [] if self.reader.sizes is None else [self._sizes]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.parameters import Parameters, Scored
+from inrun.engine.processes import Processes
 from inrun.engine.readers import LeafReader, Request
 from inrun.engine.sketch import Epoch, Sketcher
 from inrun.engine.window import Entering, contract
@@ -123,7 +124,9 @@ def correct(sketcher: Sketcher, entering: Entering, readings: Sequence[Reading],
         part.addcmul_(share[..., j].index_select(1, owner), sv[j])
 
 
-def clip_from_entries(sketcher: Sketcher, rows: Tensor, now: Tensor, some: Sequence[Scored], epoch: Epoch) -> Tensor:
+def clip_from_entries(
+    sketcher: Sketcher, rows: Tensor, now: Tensor, some: Sequence[Scored], epoch: Epoch, processes: Processes
+) -> Tensor:
     """Return the factor of one optimizer's gradients: clipping, loss scale, and the share among microbatches.
 
     The gradients of small tensors are known entry by entry from the samples: the factor is ⟨known, now⟩ / ⟨known, known⟩.
@@ -135,41 +138,45 @@ def clip_from_entries(sketcher: Sketcher, rows: Tensor, now: Tensor, some: Seque
         now: The entries of small tensors as the optimizer will use them.
         some: The parameters of the optimizer.
         epoch: How gradients are sketched now.
+        processes: Those whose samples the gradient is of.
     """
-    stepping = [s.place for s in some if s.parameter.grad is not None]
+    stepping = [s.place for s in some if s.grad is not None]
     small = [i for i in stepping if sketcher.plans[i].lossless]
     if small:
-        total = rows[:, sketcher.cut :].sum(0)
+        total = processes.all_reduced("sums of gradients", rows[:, sketcher.cut :].sum(0))
         if len(small) < len(sketcher.kept):
             where = [slice(sketcher.columns[i].start - sketcher.cut, sketcher.columns[i].stop - sketcher.cut) for i in small]
             total, now = torch.cat([total[c] for c in where]), torch.cat([now[c] for c in where])
-        return ratio(total, now)
-    by_place = {s.place: s.parameter.grad for s in some}
+        return ratio(total, now, processes)
+    by_place = {s.place: s.grad for s in some}
     gradients = [None if (g := by_place.get(i)) is None else g.unsqueeze(0) for i in range(len(sketcher.plans))]
     sketched = sketcher.of_directions(gradients, 1, epoch, ())
-    total = rows.sum(0)
+    total = processes.all_reduced("sums of gradients", rows.sum(0))
     known = torch.cat([total[sketcher.columns[i]] for i in stepping])
-    return ratio(known, torch.cat([sketched.flat[0, sketcher.columns[i]] for i in stepping]))
+    return ratio(known, torch.cat([sketched.flat[0, sketcher.columns[i]] for i in stepping]), processes)
 
 
-def clip_from_products(readings: Sequence[Reading], some: Sequence[Scored], directions: dict[int, Tensor]) -> Tensor:
+def clip_from_products(
+    readings: Sequence[Reading], some: Sequence[Scored], directions: dict[int, Tensor], processes: Processes
+) -> Tensor:
     """Return the same from inner products with known directions, of the smallest tensors."""
-    few = sorted((s for s in some if s.parameter.grad is not None and s.place in directions), key=lambda s: s.parameter.numel())
-    few = [s for s in few if any(s.place in r.products for r in readings)][:FEW]
+    few = sorted((s for s in some if s.grad is not None and s.place in directions), key=lambda s: s.parameter.numel())
+    few = [s for s in few if processes.several or any(s.place in r.products for r in readings)][:FEW]
     if not few:
-        return torch.ones((), device=some[0].parameter.device)
+        return torch.full((), 1.0 / processes.world, device=some[0].parameter.device)
     vs = torch.cat([(v := directions[s.place]).reshape(len(v), -1) for s in few], 1)
-    gradients = torch.cat([s.parameter.grad.reshape(-1) for s in few]).to(vs.dtype)  # type: ignore[union-attr]
-    sizes = torch.tensor([s.parameter.numel() for s in few])
+    gradients = torch.cat([s.grad.reshape(-1) for s in few]).to(vs.dtype)  # type: ignore[union-attr]
+    sizes = torch.tensor([directions[s.place][0].numel() for s in few])
     owner = torch.repeat_interleave(torch.arange(len(few)), sizes).to(vs.device, non_blocking=True)
     now = torch.zeros(len(vs), len(few), dtype=vs.dtype, device=vs.device).index_add_(1, owner, vs * gradients)
     none = torch.zeros((), dtype=vs.dtype, device=vs.device)
     known = [torch.stack([r.products.get(s.place, none.expand(r.n, len(vs))) for s in few], 2).sum(0) for r in readings]
     total = known[0] if len(known) == 1 else torch.stack(known).sum(0)
-    return ratio(total.reshape(-1), now.reshape(-1))
+    total = processes.all_reduced("sums of gradients", total)
+    return ratio(total.reshape(-1), processes.over_shards(now).reshape(-1), processes)
 
 
-def ratio(known: Tensor, now: Tensor) -> Tensor:
-    """Return ⟨known, now⟩ / ⟨known, known⟩, 1 where nothing is known."""
+def ratio(known: Tensor, now: Tensor, processes: Processes) -> Tensor:
+    """Return ⟨known, now⟩ / ⟨known, known⟩, 1 over the processes, whose gradients are averaged, where nothing is known."""
     square = torch.dot(known, known)
-    return torch.where(square > 0, torch.dot(known, now) / square, 1.0)
+    return torch.where(square > 0, torch.dot(known, now) / square, 1.0 / processes.world)

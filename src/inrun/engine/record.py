@@ -76,6 +76,8 @@ class PendingStep:
     skipped: Skip | None = None
     #: Of the uses that are settled: step, ids and rows, share of the push that was paid.
     settled: list[tuple[int, Ids, Ids | None, float]] = field(default_factory=list)
+    #: Samples of all processes.
+    total: int = 0
 
 
 def send(
@@ -237,7 +239,7 @@ class Arrived:
             "residual": self.residual([j]),
             "lr": p.rates[0] if p.rates else None,
             "clip": self.clips[0] if self.clips else None,
-            "n_samples": len(p.ids),
+            "n_samples": max(p.total, len(p.ids)),
             "skipped": None if self.skipped is None else self.skipped.text(),
             "lr_by_optimizer": p.rates,
             "clip_by_optimizer": self.clips,

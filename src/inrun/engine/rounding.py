@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from inrun.engine.processes import Processes
 from inrun.engine.reading import Reading
 from inrun.engine.sketch import Sketcher
 
@@ -21,7 +22,9 @@ ROUNDINGS = 16.0
 
 
 @torch.no_grad()
-def cancelled(sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], dtypes: Sequence[torch.dtype]) -> Tensor | None:
+def cancelled(
+    sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], dtypes: Sequence[torch.dtype], processes: Processes
+) -> Tensor | None:
     """Return which entries of the small tensors have a batch gradient that is only rounding, ``[columns]``.
 
     Args:
@@ -29,17 +32,19 @@ def cancelled(sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], dty
         rows: Per-sample rows of the step, ``[n, columns]``.
         readings: With Σ|terms| of entries.
         dtypes: The precision of every parameter.
+        processes: Those that have the samples.
     """
-    if sketcher.cut == sketcher.size or len(rows) == 0:
+    if sketcher.cut == sketcher.size or (len(rows) == 0 and not processes.several):
         return None
     entries = rows[:, sketcher.cut :]
-    size = entries.abs().sum(0)
+    total, size = entries.sum(0), entries.abs().sum(0)
     for r in readings:
         for i, terms in r.sizes.items():
             c = sketcher.columns[i]
             here = size[c.start - sketcher.cut : c.stop - sketcher.cut]
             torch.maximum(here, terms.reshape(-1), out=here)
+    processes.all_reduce_("sums of gradients", [total, size])
     precision = [ROUNDINGS * torch.finfo(dtypes[i]).eps for i in range(len(dtypes))]
     by = sketcher.columns_of(precision)
     size = size * (by[sketcher.cut :] if isinstance(by, Tensor) else by)
-    return (entries.sum(0).abs() <= size) & (size > 0)
+    return (total.abs() <= size) & (size > 0)

@@ -18,6 +18,7 @@ from inrun.engine.parameters import Parameters
 from inrun.engine.quadrature import Typical, refine
 from inrun.engine.record import Arrived, Ids, PendingStep, StepResult, send, settled_credits
 from inrun.engine.scorer import Outcome, RefiningScorer, Scorer
+from inrun.engine.sharded import ShardedModel
 from inrun.engine.step import Step
 from inrun.engine.transfer import Transfer, lag_of
 from inrun.engine.window import Settled
@@ -46,6 +47,8 @@ class Run:
         self.optimizers, self.parameters, self.scorer, self.mover = list(optimizers), parameters, scorer, mover
         self.tape = Tape(model, parameters.leaves, bitwise)
         self.tape.layouts = Layouts(self.tape, model)
+        self.tape.defers = parameters.processes.several
+        self.sharded = None if parameters.shards is None else ShardedModel(model, parameters, self.tape)
         self.history = History(parameters, write)
         self.typical = Typical()
         self.steps_done = 0
@@ -65,6 +68,7 @@ class Run:
         if self.open_step is not None:
             raise StepError("a step is open already. Leave its `with` block before the next one.")
         self.history.check()
+        self.parameters.processes.begin_step()
         self.open_step, self.covered = step, set()
 
     def end(self, step: Step) -> None:
@@ -95,21 +99,29 @@ class Run:
         """Return whether a step stands out. On a GPU, where nobody waits for this step's numbers, recent steps tell."""
         if lag_of(self.parameters.device):
             return self.typical.recently_rough
-        arrived = Arrived(send(step.number, step.ids, outcome, step.clips, [], False, []))
+        arrived = Arrived(send(step.number, step.ids, outcome, self._clips(step), [], False, []))
         return arrived.skipped is None and self.typical.note(*reversed(arrived.fall_and_clip()))
 
     def _send(self, step: Step, outcome: Outcome) -> None:
         who = [self.ids.pop(s.step) for s in outcome.settled]
         rates = [step.rates.get(i) for i in range(len(self.optimizers))]
-        pending = send(step.number, step.ids, outcome, step.clips, rates, step.audited, who)
+        pending = send(step.number, step.ids, outcome, self._clips(step), rates, step.audited, who)
+        pending.total = step.total
         self._add(pending)
+
+    def _clips(self, step: Step) -> dict[int, Tensor]:
+        """Return the factors of gradients without the share of a process."""
+        world = self.parameters.processes.world
+        return step.clips if world == 1 else {i: c * world for i, c in step.clips.items()}
 
     def record_skipped(self, step: Step) -> None:
         """Record a step that is not scored."""
         self.scorer.drop()
         labels = [Label(name) for name in self.scorer.validation.names]
         rates = [step.rates.get(i) for i in range(len(self.optimizers))]
-        self._add(PendingStep(step.number, step.ids, labels, Transfer({}), rates, [], self.parameters.dtype, skipped=step.skipped))
+        pending = PendingStep(step.number, step.ids, labels, Transfer({}), rates, [], self.parameters.dtype, skipped=step.skipped)
+        pending.total = step.total
+        self._add(pending)
         assert step.skipped is not None
         log.warning("inrun: step %d is not scored: %s", step.number, step.skipped.text())
 
@@ -171,7 +183,7 @@ class History:
 
     def __init__(self, parameters: Parameters, write: Callable[[StepRecord], None]) -> None:
         self._write = write
-        self._names = [s.name for s in parameters.scored]
+        self._names, self._first = [s.name for s in parameters.scored], parameters.processes.rank == 0
         self._dtypes = list({s.parameter.dtype for s in parameters.scored})
         self._pending: deque[PendingStep] = deque()
         self.labels: list[Label] = []
@@ -203,7 +215,7 @@ class History:
             if self.failed is not None:
                 self._pending.clear()
                 raise self.failed
-            self._write(arrived.record())
+            self._write(arrived.record(with_accounts=self._first))
             self.last = arrived.result()
             if arrived.skipped in (Skip.VALIDATION_LOSS, Skip.CONTRIBUTIONS):
                 log.warning("inrun: step %d is not scored: %s", arrived.pending.number, arrived.skipped.text())

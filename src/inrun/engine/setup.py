@@ -13,7 +13,10 @@ from torch import nn
 from inrun.engine.first import FirstScorer, SecondScorer
 from inrun.engine.move import Mover
 from inrun.engine.parameters import Parameters, find_parameters, table_places
+from inrun.engine.processes import Processes
 from inrun.engine.scorer import Scorer
+from inrun.engine.sharded import ShardedPasses
+from inrun.engine.shards import Shards
 from inrun.engine.sketch import Sketcher, default_size, make_plans
 from inrun.engine.validation import Loss, Validation
 from inrun.engine.whole import WholeScorer
@@ -71,10 +74,22 @@ def make_setup(
     sketch: int | str | None,
     patterns: Sequence[str] | None,
     validation_mode: str,
+    processes: Processes,
 ) -> Setup:
     """Return the parts of a run."""
+    if processes.sharded:
+        ShardedPasses(model).reshard()
     found = find_parameters(model, optimizers, patterns)
-    passes = Validation(model, validation, validation_mode)
+    found.processes = processes
+    if processes.sharded:
+        found.shards = Shards([s.parameter.shape for s in found.scored], processes)
+    passes = Validation(model, validation, validation_mode, processes)
+    _check_ranks(processes, [*passes.names, method, str(sketch)])
+    if method == "second" and processes.sharded:
+        raise ConfigurationError(
+            'method="second" needs a Hessian-vector product, which fully_shard has none of. Take method="first" or "whole", or '
+            "DistributedDataParallel."
+        )
     if method in ("first", "second"):
         scorer: Scorer = (FirstScorer if method == "first" else SecondScorer)(found, passes)
         return Setup(optimizers, found, scorer, Mover(found, [UpdateRule() for _ in optimizers], keeps_weights=False))
@@ -86,11 +101,28 @@ def make_setup(
                     f'method="whole" needs an optimizer whose memory of gradients is known, and {s.name} is trained by '
                     f'{type(optimizers[s.optimizer]).__name__}. Take method="step", or register a rule (inrun.optimizers).'
                 )
+    for optimizer, rule in zip(optimizers, rules, strict=True):
+        if processes.sharded and not rule.elementwise:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} looks at a whole tensor, of which fully_shard leaves some rows on every rank. Take an "
+                'elementwise optimizer (AdamW, SGD), method="first", or DistributedDataParallel.'
+            )
     sketcher, tables = make_sketcher(model, found, sketch)
+    sketcher.shards = found.shards
     whole = WholeScorer(found, passes, rules, sketcher, tables, own_step=method == "step")
     mover = Mover(found, rules)
     whole.inherit(optimizers, mover)
     return Setup(optimizers, found, whole, mover)
+
+
+def _check_ranks(processes: Processes, mine: list[str]) -> None:
+    """Raise where ranks were given different arguments."""
+    given = processes.gather_objects(mine)
+    if any(x != given[0] for x in given):
+        raise ConfigurationError(
+            "arguments differ between ranks: " + ", ".join(f"rank {r} has {', '.join(x)}" for r, x in enumerate(given)) + ". Every "
+            "rank gives the same method and sketch, and every validation set."
+        )
 
 
 def make_sketcher(model: nn.Module, parameters: Parameters, sketch: int | str | None) -> tuple[Sketcher, list[int]]:

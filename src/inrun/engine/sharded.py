@@ -1,4 +1,4 @@
-"""Models whose parameters ``fully_shard`` splits over processes: every rank holds some rows of every tensor.
+"""Hooks on models whose parameters ``fully_shard`` splits over processes, and validation passes through them.
 
 Weights, gradients, optimizer state, A, q and directions are those of the local rows. In a forward, whole parameters stand for the
 split ones: the tape is told of them when a module is entered. ⟨g_n, v⟩ needs v whole: it is gathered in the backward, for one
@@ -9,110 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from inrun.engine.flat import local
 from inrun.engine.parameters import Parameters
-from inrun.engine.processes import Processes
+from inrun.engine.shards import Gathered
 from inrun.layers.tap import Leaf, Source
 from inrun.layers.tape import Tape
 from inrun.torch_private import fsdp_groups, fsdp_parameters
 
 
-def local(x: Tensor) -> Tensor:
-    """Return what is here of a tensor: its rows of this rank where it is split."""
-    if not hasattr(x, "to_local"):
-        return x
-    with torch.no_grad():
-        found: Tensor = x.to_local()
-        return found
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which entries of a tensor are here: as many rows on every rank, but for the last ones."""
-
-    shape: torch.Size
-    rank: int
-    world: int
-
-    @property
-    def rows(self) -> int:
-        """Return the rows per rank."""
-        return -(-self.shape[0] // self.world)
-
-    @property
-    def padded(self) -> int:
-        """Return the entries per rank, filled up."""
-        return self.rows * self.shape[1:].numel()
-
-    @property
-    def part(self) -> slice:
-        """Return the local entries of the flat tensor."""
-        first = min(self.rank * self.padded, self.shape.numel())
-        return slice(first, min(first + self.padded, self.shape.numel()))
-
-    def embed(self, x: Tensor) -> Tensor:
-        """Return local entries ``[k, ...]`` in their place in whole tensors of zeros, ``[k, *shape]``."""
-        found = torch.zeros(len(x), self.shape.numel(), dtype=x.dtype, device=x.device)
-        found[:, self.part] = x.reshape(len(x), -1)
-        return found.view(len(x), *self.shape)
-
-
-class Gathered(Mapping[int, Tensor]):
-    """Directions ``[k, *shape]`` by place, of which each rank has its rows; whole ones are there while they are needed."""
-
-    def __init__(self, local_ones: dict[int, Tensor], shards: dict[int, Shard], processes: Processes) -> None:
-        self._local, self._shards, self._processes = local_ones, shards, processes
-        self._whole: dict[int, Tensor] = {}
-
-    def __getitem__(self, place: int) -> Tensor:
-        if place not in self._whole:
-            self.gather([place])
-        return self._whole[place]
-
-    def __contains__(self, place: object) -> bool:
-        return place in self._local
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._local)
-
-    def __len__(self) -> int:
-        return len(self._local)
-
-    @torch.no_grad()
-    def gather(self, places: Sequence[int]) -> None:
-        """Gather some of them in one call; all ranks do it together."""
-        missing = [i for i in places if i in self._local and i not in self._whole]
-        if not missing:
-            return
-        parts = []
-        for i in missing:
-            x = self._local[i].flatten(1)
-            parts.append(torch.nn.functional.pad(x, (0, self._shards[i].padded - x.shape[1])).reshape(-1))
-        found = self._processes.all_gather("directions", torch.cat(parts))
-        sizes = [len(p) for p in parts]
-        for i, part in zip(missing, found.split(sizes, 1), strict=True):
-            k, shape = len(self._local[i]), self._shards[i].shape
-            whole = part.view(len(found), k, -1).transpose(0, 1).reshape(k, -1)
-            self._whole[i] = whole[:, : shape.numel()].view(k, *shape)
-
-    def drop(self, kept: set[int]) -> None:
-        """Let go of whole ones but for some."""
-        self._whole = {i: x for i, x in self._whole.items() if i in kept}
-
-
 class ShardedModel:
     """Hooks on the modules that ``fully_shard`` was applied to, and passes through them."""
 
-    def __init__(self, model: nn.Module, parameters: Parameters, processes: Processes, tape: Tape) -> None:
-        self.model, self.processes, self.tape = model, processes, tape
-        self.shards = {s.place: Shard(s.parameter.shape, processes.rank, processes.world) for s in parameters.scored}
+    def __init__(self, model: nn.Module, parameters: Parameters, tape: Tape) -> None:
+        self.model, self.tape = model, tape
         self._directions: Gathered | None = None
         leaves: dict[Tensor, Leaf] = {leaf.parameter: leaf for leaf in parameters.leaves}
         place = {s.parameter: s.place for s in parameters.scored}
@@ -133,8 +49,12 @@ class ShardedModel:
             m: {i for o, around in names.items() if name.startswith(around) for i in self._places[o]} for m, name in names.items()
         }
 
-    def begin(self) -> None:
-        """Begin a microbatch. Between microbatches no module has hooks of ours, so compiled code does not know of them."""
+    def begin(self, directions: Any) -> None:
+        """Begin a microbatch, which contracts with directions.
+
+        Between microbatches no module has hooks of ours, so compiled code does not know of them.
+        """
+        self._directions = directions if isinstance(directions, Gathered) else None
         for module in self._held:
             self._hooks += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
 
@@ -142,16 +62,9 @@ class ShardedModel:
         """End a microbatch."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        if self._directions is not None:
-            self._directions.drop(set())
+        self._hooks, self._directions = [], None
 
     # Forward and backward
-
-    def directions(self, some: dict[int, Tensor]) -> Gathered:
-        """Return directions for the next backward, of which the local rows are given."""
-        self._directions = Gathered(some, self.shards, self.processes)
-        return self._directions
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Tell the tape which tensors stand for the split parameters of a module."""
@@ -187,12 +100,25 @@ class ShardedModel:
             self._directions.drop(self._around[module])
             self._directions.gather(self._places[module])
 
-    # Validation
+
+class ShardedPasses:
+    """Validation passes through a model that is split: they gather and average as training does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextlib.contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Let a pass gather parameters as they are now, and the next one as they are then."""
+        self.reshard()
+        yield
+        self.reshard()
 
     def reshard(self) -> None:
-        """Let go of whole parameters: the next pass gathers them as they are then."""
-        for module in self._held:
-            module.reshard()  # type: ignore[operator]
+        """Let go of whole parameters."""
+        for module in self.model.modules():
+            if hasattr(module, "_get_fsdp_state"):
+                module.reshard()  # type: ignore[operator]
 
     @contextlib.contextmanager
     def _averaging(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.flat import FlatLayout
+from inrun.engine.shards import Shards
 from inrun.engine.signs import Signs, signed_sums
 from inrun.layers.tap import Leaf
 
@@ -157,6 +158,8 @@ class Sketcher:
     def __init__(self, leaves: Sequence[Leaf], plans: list[Plan], dtype: torch.dtype, seed: int = 0) -> None:
         self.leaves, self.plans, self.dtype = list(leaves), plans, dtype
         self.flat = FlatLayout([leaf.parameter for leaf in leaves], dtype)
+        #: How parameters are split over processes, if they are.
+        self.shards: Shards | None = None
         self.device = self.flat.device
         #: Columns of lossy tensors come first, those with equal segments together.
         self.lossy = sorted((i for i, p in enumerate(plans) if not p.lossless), key=lambda i: plans[i].segment)
@@ -199,6 +202,12 @@ class Sketcher:
             signs[i], weights[i] = self._signs.of_entries(j, number), weight
         return Epoch(number, signs, weights)
 
+    def _moved(self, place: int, move: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        """Return A and q, whole where they are split over processes."""
+        if self.shards is None:
+            return move
+        return list(self.shards.gather({place: torch.stack([x.reshape(-1).to(self.dtype) for x in move])})[place])
+
     def _weights(self, moves: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
         """Return ρ = (|A∘q| / |q|)^½ by segment, relative to the tensor's; 1 in segments that no gradient ever reached."""
         norms, zero = [], torch.zeros((), dtype=self.dtype, device=self.device)
@@ -207,7 +216,7 @@ class Sketcher:
             if i not in moves:
                 norms.append(zero.expand(2, plan.segments))
                 continue
-            factor, q = (x.reshape(plan.segments, plan.segment).to(self.dtype) for x in moves[i])
+            factor, q = (x.reshape(plan.segments, plan.segment).to(self.dtype) for x in self._moved(i, moves[i]))
             norms.append(torch.stack([torch.linalg.vector_norm(x, dim=1) for x in (q * factor, q)]))
         moved, push = joined = torch.cat(norms, 1)
         known = (moved > 0) & (push > 0)
@@ -284,6 +293,8 @@ class Sketcher:
         if not some:
             return
         norms = torch.stack([torch.linalg.vector_norm(x.flatten(1), 1, dim=1) for x, _ in some])
+        if self.shards is not None:
+            norms = self.shards.processes.over_shards(norms)
         numel = torch.tensor([MOST / n for _, n in some], dtype=norms.dtype).to(norms.device, non_blocking=True)
         most = norms * numel.unsqueeze(1)
         for (x, _), high, low in zip(some, most, -most, strict=True):
@@ -292,11 +303,32 @@ class Sketcher:
 
     def of_directions(self, d: Sequence[Tensor | None], k: int, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
         """Sketch directions ``[k, *shape]`` by tensor; missing ones are 0."""
+        if self.shards is not None:
+            return self._of_shards(self.shards, d, k, epoch, tables)
         return self.sketch(*self.join(d, k), epoch, tables)
+
+    def _of_shards(
+        self, shards: Shards, d: Sequence[Tensor | None], k: int, epoch: Epoch, tables: Sequence[int]
+    ) -> SketchedDirection:
+        """Sketch directions of which the local rows are given, tensor by tensor; ranks add up theirs."""
+        flat = torch.zeros(k, self.size, dtype=self.dtype, device=self.device)
+        made: dict[int, Tensor] = {}
+        for i, x in ((i, x) for i in self.order if (x := d[i]) is not None):
+            whole = shards.embed(i, x.to(self.dtype)).view(k, -1)
+            if self.plans[i].lossless:
+                flat[:, self.columns[i]] = whole
+                continue
+            weights = epoch.weights[i]
+            assert weights is not None
+            flat[:, self.columns[i]] = self._folded(self.plans[i], self.segment_sums(i, whole, epoch) / weights)
+            if self.plans[i].fine and i in tables:
+                made[i] = self._of_table(self.plans[i], whole, epoch.signs[i], weights)
+        shards.processes.all_reduce_("sketches of directions", [flat, *made.values()])
+        return SketchedDirection(flat, made)
 
     def of_flat(self, d: Tensor, epoch: Epoch, tables: Sequence[int]) -> SketchedDirection:
         """Sketch directions ``[k, size]`` that hold all tensors one after the other."""
-        return self.of_directions(d.split([p.numel for p in self.plans], 1), len(d), epoch, tables)
+        return self.of_directions([d[:, where] for where in self.flat.slices], len(d), epoch, tables)
 
     def join(self, d: Sequence[Tensor | None], k: int) -> tuple[Tensor, Tensor]:
         """Return the entries of the lossy tensors and those of the others, one tensor after the other, ``[k, entries]``."""

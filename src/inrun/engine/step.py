@@ -21,7 +21,7 @@ from torch import Tensor
 from inrun.engine.ids import check_ids
 from inrun.engine.reading import Reading, read_probes
 from inrun.engine.rows import Samples
-from inrun.errors import CoverageError, IdsError, InrunError, StepError
+from inrun.errors import ConfigurationError, CoverageError, IdsError, InrunError, StepError
 from inrun.ledger.record import Skip
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Microbatch:
         self.request = request
         run.layouts.begin(self.samples, self.step.fresh)
         run.tape.begin(self.samples.n)
+        if run.sharded is not None:
+            run.sharded.begin(request.directions)
         run.tape.__enter__()
         self._open = True
         return self
@@ -67,6 +69,8 @@ class Microbatch:
         taps = [*run.tape.taps, *run.tape.recomputed]
         run.tape.recomputing = False
         try:
+            if not failed and run.tape.failed is not None:
+                raise run.tape.failed
             if not failed:
                 self.reading = read_probes(run.parameters, self.request)
                 self.reading.ids = self.ids
@@ -74,6 +78,8 @@ class Microbatch:
         finally:
             run.tape.end()
             run.layouts.end()
+            if run.sharded is not None:
+                run.sharded.end()
 
 
 def sample_rows(ids: Any) -> tuple[Tensor, Tensor | None]:
@@ -104,6 +110,8 @@ class Step:
         self.stepped: set[int] = set()
         self._dropped = self._entered = False
         self.skipped: Skip | None = None
+        #: Samples of all processes.
+        self.total = 0
 
     # For users
 
@@ -138,12 +146,25 @@ class Step:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._leave(failed=True)
+            self._tell(error)
             return
         try:
-            self._close_microbatch()
+            stepped = "dropped" if self._dropped else f"after {len(self.stepped)} optimizers"
+            with self.run.parameters.processes.barrier(f"the end ({stepped})", self.number) as meeting:
+                self._close_microbatch()
+                meeting.number = len(self.ids)
+            self.total = sum(meeting.numbers)
             self._finish()
         finally:
             self._leave(failed=False)
+
+    def _tell(self, error: BaseException) -> None:
+        """Leave word for ranks that will miss this one; raise where it is another one that is missing."""
+        processes = self.run.parameters.processes
+        processes.announce(error)
+        lost = processes.explain(error)
+        if lost is not None:
+            raise lost from error
 
     # For the run
 
@@ -152,6 +173,15 @@ class Step:
         self._close_microbatch()
         if self.stepped:
             raise StepError("the optimizer has stepped already. Open a new step for the next backward.")
+        processes = self.run.parameters.processes
+        if processes.sharded:
+            with processes.barrier(f"microbatch {len(self.microbatches)}", self.number) as meeting:
+                meeting.number = micro.samples.n
+            if 0 in meeting.numbers:
+                raise StepError(
+                    f"rank {meeting.numbers.index(0)} has a batch without rows in step {self.number}. With fully_shard every rank "
+                    "needs a row in every backward: take a smaller or padded batch."
+                )
         self.microbatches.append(micro)
 
     def _close_microbatch(self) -> None:
@@ -165,18 +195,24 @@ class Step:
 
     def before_optimizer(self, index: int) -> None:
         """Right before an optimizer steps: read the factor of its gradients, and copy its weights."""
-        run = self.run
-        self._close_microbatch()
-        if self._dropped:
-            raise StepError("optimizer.step() after step.skip(). Leave the `with` block first.")
-        if index in self.stepped:
-            raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
+        run, processes = self.run, self.run.parameters.processes
         some = run.parameters.of(index)
-        if not any(s.parameter.grad is not None for s in some):
+        with processes.barrier(f"optimizer.step() ({index})", self.number) as meeting:
+            self._close_microbatch()
+            if self._dropped:
+                raise StepError("optimizer.step() after step.skip(). Leave the `with` block first.")
+            if index in self.stepped:
+                raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
+            steps = any(s.grad is not None for s in some)
+            if steps and not self.microbatches:
+                raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
+            meeting.number = len(self._missed(some))
+        if not steps:
             return
-        if not self.microbatches:
-            raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
-        self._check_coverage(some)
+        if any(meeting.numbers):
+            self._check_coverage(some)
+        if processes.several and self.number == 0 and not self.clips:
+            self._check_ids()
         with torch.no_grad():
             self.clips[index] = run.scorer.clip(self.readings, index)
         self.rates[index] = learning_rate(run.optimizers[index])
@@ -192,8 +228,22 @@ class Step:
             self.run.mover.after(self.run.optimizers[index], index)
             self.stepped.add(index)
 
+    def _missed(self, some: Any) -> list[str]:
+        return [s.name for s in some if s.grad is not None and s.place not in self.run.covered]
+
+    def _check_ids(self) -> None:
+        ids = self.ids.tolist()
+        if ids and all(x == ids for x in self.run.parameters.processes.gather_objects(ids)):
+            raise ConfigurationError(
+                f"all {self.run.parameters.processes.world} ranks were given the same sample ids in step {self.number}. Give every "
+                "rank its own samples (a DistributedSampler), with ids that count over the whole dataset."
+            )
+
     def _check_coverage(self, some: Any) -> None:
-        missed = [s.name for s in some if s.parameter.grad is not None and s.place not in self.run.covered]
+        """Raise for parameters whose gradient comes through no tap of any process."""
+        for places in self.run.parameters.processes.gather_objects(sorted(self.run.covered)):
+            self.run.covered |= set(places)
+        missed = self._missed(some)
         if missed:
             raise CoverageError(
                 f"{', '.join(missed[:5])}{' ...' if len(missed) > 5 else ''} received gradient through no function that is tapped "
@@ -209,8 +259,9 @@ class Step:
         if not self.microbatches:
             raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
         if not self.stepped:
-            grads = [s.parameter.grad for s in run.parameters.scored if s.parameter.grad is not None]
-            if grads and all(bool(torch.isfinite(g).all()) for g in grads):
+            grads = [s.grad for s in run.parameters.scored if s.grad is not None]
+            invalid = any(not bool(torch.isfinite(g).all()) for g in grads)
+            if grads and not run.parameters.processes.any("the end (not stepped)", self.number, invalid):
                 raise StepError(
                     "the step ended without optimizer.step(). Call it inside the `with` block, so that scores get its learning "
                     "rate and clip factor; or call step.skip()."

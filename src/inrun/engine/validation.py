@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+from inrun.engine.processes import Processes
+from inrun.engine.sharded import ShardedPasses
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label, is_name
 
@@ -42,7 +44,13 @@ class Gradients:
 class Validation:
     """The named validation callables of a run."""
 
-    def __init__(self, model: nn.Module, callables: Loss | Mapping[str, Loss], mode: str = "eval") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        callables: Loss | Mapping[str, Loss],
+        mode: str = "eval",
+        processes: Processes | None = None,
+    ) -> None:
         named = dict(callables) if isinstance(callables, Mapping) else {"validation": callables}
         if not named:
             raise ConfigurationError("validation= is empty. Give at least one callable that returns a loss.")
@@ -56,6 +64,9 @@ class Validation:
         self.model, self.callables, self.mode = model, named, mode
         self._wants_step = {name: _required_arguments(fn) >= 2 for name, fn in named.items()}
         self._written: set[int] | None = None
+        #: The processes whose mean losses are taken, and how passes go through a model that is split over them.
+        self.processes = processes or Processes()
+        self.passes = ShardedPasses(model) if self.processes.sharded else None
 
     @property
     def names(self) -> list[str]:
@@ -74,18 +85,43 @@ class Validation:
 
     @torch.no_grad()
     def losses(self, step: int) -> Tensor:
-        """Return the losses alone, ``[k]``."""
+        """Return the losses alone, ``[k]``, the mean over processes."""
         parts = []
-        for name in self.names:
-            with self._quiet(name, step):
-                parts.append(self._loss(name, step).detach().reshape(-1).double())
-        return torch.cat(parts)
+        with self.processes.barrier("the validation losses", step):
+            for name in self.names:
+                with self._quiet(name, step):
+                    parts.append(self._loss(name, step).detach().reshape(-1).double())
+        found = torch.cat(parts)
+        self.processes.all_reduce_("validation losses", [found], mean=True)
+        return found
 
     def gradients(self, parameters: Sequence[Tensor], step: int, move: Sequence[Tensor | None] | None = None) -> Gradients:
-        """Return losses and gradients; ``.grad`` is not touched.
+        """Return losses and gradients, the mean over processes; ``.grad`` is not touched.
 
         With ``move`` d they are ∇ℓ + ½ H d, by differentiating ⟨∇ℓ, d⟩ once more.
         """
+        with self.processes.barrier("the validation gradient", step) as meeting:
+            found = self._gradients(parameters, step, move)
+            meeting.number = len(found.labels)
+        if self.processes.several:
+            self._average(found, parameters, meeting.numbers)
+        return found
+
+    def _average(self, found: Gradients, parameters: Sequence[Tensor], counts: list[int]) -> None:
+        """Average over processes; passes through a model that is split have averaged its gradients."""
+        if len(set(counts)) > 1:
+            raise ValidationError(
+                "validation losses differ between ranks: " + ", ".join(f"rank {r} has {k}" for r, k in enumerate(counts)) + ". "
+                "On every rank, every set returns as many points."
+            )
+        if self.passes is None:
+            found.rows = [
+                [torch.zeros_like(p) if g is None else g for g, p in zip(row, parameters, strict=True)] for row in found.rows
+            ]
+        rows = [] if self.passes is not None else [g for row in found.rows for g in row if g is not None]
+        self.processes.all_reduce_("validation gradient", [*rows, found.losses], mean=True)
+
+    def _gradients(self, parameters: Sequence[Tensor], step: int, move: Sequence[Tensor | None] | None) -> Gradients:
         labels: list[Label] = []
         losses: list[Tensor] = []
         found: list[Sequence[Tensor | None]] = []
@@ -100,7 +136,9 @@ class Validation:
                 points = loss.reshape(-1)
                 for j, point in enumerate(points):
                     last = j + 1 == len(points)
-                    if move is None:
+                    if self.passes is not None:
+                        found.append(self.passes.gradients(point, parameters, last))
+                    elif move is None:
                         found.append(torch.autograd.grad(point, list(parameters), retain_graph=not last, allow_unused=True))
                     else:
                         found.append(_with_curvature(point, parameters, move, last, name))
@@ -138,6 +176,7 @@ class Validation:
             evaluating(self.model) if self.mode == "eval" else contextlib.nullcontext(),
             self._buffers(),
             no_reentry(),
+            contextlib.nullcontext() if self.passes is None else self.passes.fresh(),
         ):
             yield
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from inrun.engine.carried import Carried, merged
 from inrun.engine.checks import check_entries, check_products, nothing
-from inrun.engine.parameters import Parameters
+from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
 from inrun.engine.reading import Reading, clip_from_entries, correct, joined
 from inrun.engine.rounding import cancelled
@@ -75,14 +75,14 @@ class WholeScorer(RefiningScorer):
         #: Entries of small tensors whose batch gradient is only rounding, as the last audit saw them.
         self.cancelled: Tensor | None = None
         self.current: Current | None = None
+        #: Whether Σ|terms| of entries is read of this step's backwards.
+        self._sizes = False
         #: Σ|credit| of all uses over that of a step's own, as it was last measured.
         self._to_all: Tensor | float = 1.0
 
     def inherit(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> None:
         """Note what the optimizers remember from before scoring began."""
-        held = [
-            self.rules[s.optimizer].remembered(optimizers[s.optimizer].state.get(s.parameter, {})) for s in self.parameters.scored
-        ]
+        held = [self.rules[s.optimizer].remembered(s.state_of(optimizers[s.optimizer])) for s in self.parameters.scored]
         if not self.own_step and any(h is not None for h in held):
             value = mover.flat.buffer()
             mover.flat.fill(value, held)
@@ -96,7 +96,8 @@ class WholeScorer(RefiningScorer):
         if self.direction is not None:
             known = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
         k = 0 if self.direction is None else len(self.direction)
-        return Request(n, sk.dtype, sk, self.window.epoch, known, k, audited, longest)
+        self._sizes = audited
+        return Request(n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, self._sizes, longest)
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare entries of small tensors with the samples'."""
@@ -106,8 +107,9 @@ class WholeScorer(RefiningScorer):
             if self.known is not None:
                 correct(sk, entering, readings, self.known.flat, self.known.tables)
             now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
-            if any(r.sizes for r in readings):
-                self.cancelled = cancelled(sk, entering.rows, readings, [s.parameter.dtype for s in self.parameters.scored])
+            if self._sizes:
+                dtypes = [s.parameter.dtype for s in self.parameters.scored]
+                self.cancelled = cancelled(sk, entering.rows, readings, dtypes, self.parameters.processes)
             if self.cancelled is not None:
                 entering.rows[:, sk.cut :].masked_fill_(self.cancelled, 0.0)
             self.current = Current(entering, now)
@@ -115,10 +117,18 @@ class WholeScorer(RefiningScorer):
         kept = [s for s in some if sk.plans[s.place].lossless]
         if kept:
             where = slice(sk.kept_columns(kept[0].place).start, sk.kept_columns(kept[-1].place).stop)
-            none = self.current.now.new_zeros(())
-            parts = [none.expand(s.parameter.numel()) if (g := s.parameter.grad) is None else g.reshape(-1) for s in kept]
-            torch.cat(parts, out=self.current.now[where])
-        return clip_from_entries(sk, self.current.entering.rows, self.current.now, some, self.window.epoch)
+            torch.cat([self._entries(s) for s in kept], out=self.current.now[where])
+            if self.parameters.shards is not None:
+                self.parameters.processes.all_reduce_("gradients of small tensors", [self.current.now[where]])
+        rows, processes = self.current.entering.rows, self.parameters.processes
+        return clip_from_entries(sk, rows, self.current.now, some, self.window.epoch, processes)
+
+    def _entries(self, s: Scored) -> Tensor:
+        """Return a gradient's entries as far as they are here, and zeros elsewhere."""
+        if s.grad is None:
+            return torch.zeros((), dtype=self.sketcher.dtype, device=self.sketcher.device).expand(s.parameter.numel())
+        shards = self.parameters.shards
+        return (s.grad if shards is None else shards.embed(s.place, s.grad.unsqueeze(0))).reshape(-1).to(self.sketcher.dtype)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
         """Audit: do the samples' gradients add up to the gradient that the optimizer is about to use?"""
@@ -126,13 +136,13 @@ class WholeScorer(RefiningScorer):
         assert current is not None
         if current.failures is None:
             current.failures = nothing(self.parameters)
-        some = [s for s in self.parameters.of(optimizer) if s.parameter.grad is not None]
+        some = [s for s in self.parameters.of(optimizer) if s.grad is not None]
         kept = {s.place: sk.kept_columns(s.place) for s in some if sk.plans[s.place].lossless}
         now = current.now if self.cancelled is None else torch.where(self.cancelled, 0.0, current.now)
-        check_entries(current.failures[:2], kept, current.entering.rows[:, sk.cut :], now, clip)
+        check_entries(current.failures[:2], kept, current.entering.rows[:, sk.cut :], now, clip, self.parameters.processes)
         if self.direction is not None:
             v = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
-            check_products(current.failures[:2], some, readings, clip, v)
+            check_products(current.failures[:2], some, readings, clip, v, self.parameters.processes)
 
     # The move
 
@@ -152,8 +162,9 @@ class WholeScorer(RefiningScorer):
         accounts, found = self._account(step, current, MIDPOINT)
         self.window.check_sets(len(found.labels), step)
         contributions = self.own_credits()
-        self._finish_accounts(accounts, contributions)
-        accounts.abs_sum = contributions.abs().sum(0, dtype=torch.float64) * self._to_all
+        total, abs_sum = self._sums(contributions)
+        self._finish_accounts(accounts, total)
+        accounts.abs_sum = abs_sum * self._to_all
         assert current.valid is not None
         return Outcome(found.labels, found.losses, contributions, accounts, current.valid, current.failures)
 
@@ -161,17 +172,22 @@ class WholeScorer(RefiningScorer):
         """Take the gradient at other points."""
         assert self.current is not None
         accounts, _ = self._account(step, self.current, points)
-        contributions = self.own_credits()
-        self._finish_accounts(accounts, contributions)
+        total, abs_sum = self._sums(self.own_credits())
+        self._finish_accounts(accounts, total)
         accounts.abs_sum = self.abs_sum()
-        self._to_all = accounts.abs_sum / contributions.abs().sum(0, dtype=torch.float64).clamp_min(1e-300)
+        self._to_all = accounts.abs_sum / abs_sum.clamp_min(1e-300)
         return accounts
 
-    def _finish_accounts(self, accounts: Accounts, contributions: Tensor) -> None:
+    def _sums(self, contributions: Tensor) -> Tensor:
+        """Return Σc and Σ|c| over the samples of all processes, ``[2, k]``."""
+        sums = torch.stack([contributions.sum(0, dtype=torch.float64), contributions.abs().sum(0, dtype=torch.float64)])
+        return self.parameters.processes.all_reduced("sums of contributions", sums)
+
+    def _finish_accounts(self, accounts: Accounts, total: Tensor) -> None:
         """With ``own_step`` the data's part is what the step's samples are paid, and the rest of the move is earlier momentum."""
         if self.own_step:
             whole = accounts.data
-            accounts.data = contributions.sum(0, dtype=torch.float64)
+            accounts.data = total
             accounts.momentum = whole - accounts.data if accounts.rounding is None else whole - accounts.data - accounts.rounding
 
     @torch.no_grad()
@@ -182,7 +198,7 @@ class WholeScorer(RefiningScorer):
         gradients = mover.flat.buffer(len(found.rows))
         for one, row in zip(gradients, found.rows, strict=True):
             mover.flat.fill(one, row)
-        return (gradients @ mover.moved()).double()
+        return self.parameters.processes.over_shards((gradients @ mover.moved()).double())
 
     def _scale(self, current: Current, mover: Mover, clips: dict[int, Tensor]) -> None:
         """Multiply rows by the factor of their gradients; take out what is only rounding, and what is not finite."""
@@ -208,6 +224,7 @@ class WholeScorer(RefiningScorer):
         if not self.own_step:
             self._divide(current, mover)
         grads_valid = finite(entering.rows, *(values for *_, values in entering.tables), *clips.values())
+        grads_valid = self.parameters.processes.all_true(grads_valid)
         entering.rows = torch.where(grads_valid, entering.rows, 0.0)
         entering.tables = [(*t, torch.where(grads_valid, values, 0.0)) for *t, values in entering.tables]  # type: ignore[misc]
         current.valid = grads_valid
@@ -218,6 +235,10 @@ class WholeScorer(RefiningScorer):
         for g in mover.groups:
             for places, part, entry in zip(g.places, g.parts, g.entries() or (), strict=False):
                 for i in places:
+                    if self.parameters.shards is not None:
+                        raise ConfigurationError(
+                            'RMSprop with momentum is not scored under fully_shard. Take momentum=0, or method="step".'
+                        )
                     if not sk.plans[i].lossless:
                         raise ConfigurationError(
                             'RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.'
@@ -253,6 +274,7 @@ class WholeScorer(RefiningScorer):
         decay = self._decayed(total, mover)
         if self.own_step:
             data, inherited = (total @ mover.moved()).double() - decay, None
+            data, decay = self.parameters.processes.over_shards(torch.stack([data, decay]))
             mover.to_own_directions_(total)
         else:
             mover.to_directions_(total)
@@ -264,7 +286,7 @@ class WholeScorer(RefiningScorer):
                 part_of_decay = (total @ current.decay).double()
                 decay, data = decay + part_of_decay, data - part_of_decay
             inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
-            data = data - inherited
+            data, decay, inherited = self.parameters.processes.over_shards(torch.stack([data - inherited, decay, inherited]))
         self.sketcher.clip_(self.sketcher.flat.views(total))
         sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
         if current.valid.dim() == 0:
@@ -332,7 +354,8 @@ class WholeScorer(RefiningScorer):
         current = self.current
         assert current is not None
         total = self.own_credits().abs().sum(0, dtype=torch.float64)
-        return total + self.window.abs_sum_of(current.memories, self._by_epoch())
+        total += self.window.abs_sum_of(current.memories, self._by_epoch())
+        return self.parameters.processes.all_reduced("sums of contributions", total)
 
     def _by_epoch(self) -> dict[int, SketchedDirection]:
         """Return the direction as it is sketched in every epoch that has open uses."""

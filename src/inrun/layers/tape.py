@@ -21,7 +21,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from inrun.errors import StepError
+from inrun.errors import InrunError, StepError
+from inrun.layers.layout import Layout
 from inrun.layers.shares import rule_of_masks, rule_of_spread
 from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened
 
@@ -112,18 +113,26 @@ class Tape(TorchFunctionMode):
         self.recomputed: list[Tap] = []
         #: Finds the layouts of taps that are not known when a backward begins, and knows those of earlier steps.
         self.layouts: Any = None
+        #: Whether an error of the row check waits until the step ends, since other processes wait for this one's backward; and it.
+        self.defers = False
+        self.failed: InrunError | None = None
         self._counts: dict[Any, int] = {}
         self._recounts: dict[Any, int] = {}
         #: The strides between samples in the model's inputs, by storage.
         self._strides: dict[int, int] = {}
         self._stance: AbstractContextManager[Any] | None = None
 
+    @property
+    def blind(self) -> bool:
+        """Whether taps read nothing: there is no sample, or the rows could not be told."""
+        return self.n == 0 or self.failed is not None
+
     # A microbatch
 
     def begin(self, n: int) -> None:
         """Begin a microbatch of n samples. Compiled code calls no torch functions, so it runs eagerly until :meth:`end`."""
         self._stance = run_eagerly()
-        self.n, self.active = n, True
+        self.n, self.active, self.failed = n, True, None
         self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
         self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in self.leaves}
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
@@ -265,7 +274,7 @@ class Tape(TorchFunctionMode):
             for t in given
             if id(t) not in self.sources
         )
-        tap.layout = self.layouts.known(tap, self.recomputing)
+        tap.layout = self.layouts.known(tap, self.recomputing) if not self.blind else Layout("all", 1)
         (self.recomputed if self.recomputing else self.taps).append(tap)
         return tap
 
@@ -364,8 +373,16 @@ class Tape(TorchFunctionMode):
     def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
         """Run a backward: layouts are found first; what checkpointing runs again is tapped, too."""
         self.recomputing = True
-        with self:
-            self.layouts.find(self.taps)
+        try:
+            with self:
+                if not self.blind:
+                    self.layouts.find(self.taps)
+        except InrunError as error:
+            if not self.defers:
+                raise
+            self.failed = error
+            for tap in self.taps:
+                tap.layout = Layout("all", 1)
         loss, *rest = args
         if func is Tensor.backward:  # (gradient, retain_graph, create_graph, inputs)
             kwargs = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), rest, strict=False)) | kwargs

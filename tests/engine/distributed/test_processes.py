@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from exchanges import ERRORS
-from job import launch
+from ranks_cases import BY_NAME, CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED
+from ranks_exchanges import ERRORS
+from ranks_job import launch
+from ranks_runs import assembled, differences, play
 
 
 @functools.cache
-def found(job: str, world: int = 2) -> list[dict[str, Any]]:
+def found(job: str, world: int) -> list[dict[str, Any]]:
     return launch(job, world)
 
 
 def test_sums_over_ranks_take_few_calls() -> None:
-    for x in found("exchanges"):
+    for x in found("fast", 2):
         first, second, third, mean, payload, calls = x["sums"]
         assert first == [[1.0, 1.0]] * 3 and second == [2.0] * 4 and mean == [0.5, 0.5]
         assert third == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
@@ -29,7 +31,7 @@ def test_sums_over_ranks_take_few_calls() -> None:
 
 
 def test_ranks_exchange_plain_objects() -> None:
-    for rank, x in enumerate(found("exchanges")):
+    for rank, x in enumerate(found("fast", 2)):
         objects, packed, answer, some, none = x["words"]
         assert objects == [{"rank": 0, "text": ""}, {"rank": 1, "text": "ä"}]
         assert packed == ([] if rank else [b"\1\2", b"\1\2\1\2"])
@@ -38,5 +40,62 @@ def test_ranks_exchange_plain_objects() -> None:
 
 @pytest.mark.parametrize("name", list(ERRORS))
 def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
-    for x in found("exchanges"):
+    for x in found("fast", 2):
         assert re.search(ERRORS[name], x[name]["error"], re.DOTALL), x[name]
+
+
+def compare(job: str, name: str, world: int = 2) -> dict[str, float]:
+    """How far a run of several processes is from one process, figure by figure."""
+    case, parts = BY_NAME[name], [x[name] for x in found(job, world)]
+    assert all("error" not in x for x in parts), "\n".join(x.get("trace", "") for x in parts)
+    return differences(assembled(parts, case), play(case, 0, 1, world))
+
+
+def names(cases: list[Any]) -> list[str]:
+    return [c.name for c in cases]
+
+
+@pytest.mark.parametrize("name", names(DDP))
+def test_ddp_equals_one_process(name: str) -> None:
+    off = compare("fast", name)
+    assert max(off.values()) < BY_NAME[name].tolerance, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(MORE_DDP))
+def test_more_of_ddp_equals_one_process(name: str) -> None:
+    off = compare("more ddp", name)
+    assert max(off.values()) < BY_NAME[name].tolerance, off
+
+
+def test_gradients_that_are_not_averaged_fail_the_audit() -> None:
+    """The control: ranks that do not exchange gradients do not pass for one process."""
+    for x in found("fast", 2):
+        assert "ConservationError" in x[CONTROL.name]["error"], x[CONTROL.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(RESUMED))
+def test_resumed_runs_equal_one_process(name: str) -> None:
+    off = compare("resumed", name)
+    assert max(off.values()) < BY_NAME[name].tolerance, off
+
+
+@pytest.mark.parametrize("name", names(FSDP))
+def test_fully_shard_equals_one_process(name: str) -> None:
+    off = compare("fast", name)
+    assert max(off.values()) < BY_NAME[name].tolerance, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(MORE_FSDP))
+def test_more_of_fully_shard_equals_one_process(name: str) -> None:
+    off = compare("more fsdp", name)
+    assert max(off.values()) < BY_NAME[name].tolerance, off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(FOUR))
+def test_four_processes_equal_one(name: str) -> None:
+    off = compare("four", name, world=4)
+    assert max(off.values()) < BY_NAME[name].tolerance, off

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run ``JOBS[name]`` of ``jobs`` in so many processes; return what each of them found. Nobody is left behind."""
+    """Run ``JOBS[name]`` of ``ranks_jobs`` in so many processes; return what each of them found. Nobody is left behind."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -28,7 +28,7 @@ def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, s
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world):
-                command = [sys.executable, str(HERE / "job.py"), name, str(rank), str(world), folder]
+                command = [sys.executable, str(HERE / "ranks_job.py"), name, str(rank), str(world), folder]
                 with open(Path(folder) / f"log{rank}", "w") as log:
                     processes.append(
                         subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -74,9 +74,10 @@ def main(name: str, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world, timeout=timeout)
-    job = importlib.import_module("jobs").JOBS[name]
+    job = importlib.import_module("ranks_jobs").JOBS[name]
     found: dict[str, Any] = {}
-    for condition, run in job.items():
+    only = os.environ.get("JOB_ONLY", "")
+    for condition, run in ((c, r) for c, r in job.items() if only in c):
         began = time.monotonic()
         try:
             found[condition] = run(rank, world)
