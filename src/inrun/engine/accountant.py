@@ -89,12 +89,12 @@ class Accountant:
             check_model(model)
         setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode, processes)
         self._schedule = (audit_every, check_rows)
-        self._run = Run(model, optimizers, setup.parameters, setup.scorer, setup.mover, bitwise, self._write)
+        self._run = Run(model, optimizers, setup.parameters, setup.scorer, setup.mover, bitwise, _writer(self))
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
         self.ledger: LedgerWriter = self._open_ledger(ledger)
         self._hooks = OptimizerHooks(optimizers, self._run)
         # An accountant that is forgotten lets go of the model.
-        self._detach = weakref.finalize(self, _detach, self._run, self._hooks)
+        self._detach = weakref.finalize(self, _detach, self._run, self._hooks, model)
         self._detach.atexit = False
         _attached[model] = None
 
@@ -106,9 +106,6 @@ class Accountant:
             with self._processes.barrier("the ledger", 0):
                 return Ledger(os.fspath(ledger), rank=self._processes.rank, world=self._processes.world, about=about)
         return ledger
-
-    def _write(self, record: StepRecord) -> None:
-        self.ledger.write(record)
 
     # Steps
 
@@ -329,7 +326,6 @@ class Accountant:
                     write(settled)
         finally:
             self._detach()
-            _attached.pop(self.model, None)
             if self._owns_ledger and isinstance(self.ledger, Ledger):
                 self.ledger.close()
 
@@ -351,7 +347,19 @@ class Accountant:
         return accountant_html(self)
 
 
-def _detach(run: Run, hooks: OptimizerHooks) -> None:
+def _writer(accountant: Accountant) -> Callable[[StepRecord], None]:
+    """Return what writes a record to the accountant's ledger, without keeping the accountant alive."""
+    found = weakref.ref(accountant)
+
+    def write(record: StepRecord) -> None:
+        if (accountant := found()) is not None:
+            accountant.ledger.write(record)
+
+    return write
+
+
+def _detach(run: Run, hooks: OptimizerHooks, model: nn.Module) -> None:
+    _attached.pop(model, None)
     hooks.remove()
     run.layouts.end()
     for leaf in run.parameters.leaves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from inrun.engine.rows import RowProbe, Samples
 from inrun.errors import RowOwnershipError
+from inrun.layers.checkpoints import no_reentry, no_trace
 from inrun.layers.layout import Layout
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape, tensors_in
@@ -21,11 +23,28 @@ log = logging.getLogger("inrun")
 SEEN = 3
 
 
+class Hook:
+    """A hook that calls a method of an object while that lives. In a copy or pickle of the model it does nothing."""
+
+    def __init__(self, owner: Any = None, method: str = "") -> None:
+        self._owner, self._method = None if owner is None else weakref.ref(owner), method
+
+    def __call__(self, *args: Any) -> None:
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            getattr(owner, self._method)(*args)
+
+    def __reduce__(self) -> Any:
+        """Return a hook that does nothing."""
+        return Hook, ()
+
+
 class Layouts:
     """Hooks on the model note its inputs and outputs; :meth:`find` reads what is not known when a backward begins."""
 
     def __init__(self, tape: Tape, model: nn.Module) -> None:
         self.tape, self.model = tape, model
+        self._reentry = contextlib.ExitStack()
         self.samples = Samples(0)
         #: By tap: the name of its layout, and the shapes it was read for.
         self._names: dict[Any, tuple[str, set[Any]]] = {}
@@ -41,10 +60,11 @@ class Layouts:
             self._made.clear()
         self.end()
         self.samples, self._fresh = samples, fresh
+        self._reentry.enter_context(no_reentry())
         # Between microbatches the model has no hooks of ours: what is compiled of it then does not know of them.
         self._hooks = [
-            self.model.register_forward_pre_hook(self._called, with_kwargs=True),
-            self.model.register_forward_hook(self._returned),
+            self.model.register_forward_pre_hook(Hook(self, "_called"), with_kwargs=True),
+            self.model.register_forward_hook(Hook(self, "_returned")),
         ]
         if fresh and not self._told and any(is_compiled(m) for m in self.model.modules()):
             self._told = True
@@ -52,6 +72,7 @@ class Layouts:
 
     def end(self) -> None:
         """Let go of the graph, and remove the hooks."""
+        self._reentry.close()
         self._outputs = []
         for hook in self._hooks:
             hook.remove()
@@ -105,7 +126,8 @@ class Layouts:
     def _probing(self) -> Iterator[None]:
         self.tape.probing = True
         try:
-            yield
+            with no_trace(self.model):
+                yield
         finally:
             self.tape.probing = False
 

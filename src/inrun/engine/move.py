@@ -118,6 +118,13 @@ class Mover:
         """Return the memory of the copies."""
         return sum(x.nbytes for x in (self._before, self._scratch) if x is not None)
 
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Return whether any weight that was copied has changed; waits for the device."""
+        stepping = self._stepping if self._before is not None else []
+        before = self.flat.views(self.weights_before, [s.place for s in stepping]) if stepping else []
+        return any(not torch.equal(b.to(s.parameter.dtype), s.parameter) for b, s in zip(before, stepping, strict=True))
+
     def begin(self) -> None:
         """Begin a step."""
         self.groups, self._stepping = [], []

@@ -137,7 +137,7 @@ class Arrived:
     def __init__(self, pending: PendingStep) -> None:
         self.pending, self.found = pending, pending.transfer.read()
         self.skipped = pending.skipped
-        valid = self.found["valid"]
+        valid = self.found.get("valid")
         if self.skipped is None and valid is not None and not valid.all():
             self.skipped = Skip.CONTRIBUTIONS if not valid.reshape(-1)[0] else Skip.VALIDATION_LOSS
         self.labels = pending.labels

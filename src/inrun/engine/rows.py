@@ -77,6 +77,8 @@ class RowProbe:
         self.samples, self.taps, self.probing = samples, taps, probing
         self.signs = False
         self.passes = 0
+        #: What checkpoints draw when they are run again must be the same in all passes.
+        self._random = torch.get_rng_state()
 
     def read(self, outputs: list[Tensor]) -> dict[Tap, str]:
         """Set the layout of every tap, and return its name.
@@ -182,6 +184,7 @@ class RowProbe:
                 # Rounded to the precision of the graph first, so that scaling stays exact.
                 seed = r.to(meta.device, meta.dtype) * scale.to(meta.device, meta.dtype)
                 gradients.append(seed.masked_fill_((who < 0).to(meta.device), 0.0))
+            torch.set_rng_state(self._random)
             rounds.append(torch.autograd.grad([e for e, _, _ in seeds], edges, gradients, retain_graph=True, allow_unused=True))
             self.passes += 1
         return [None if g[0] is None else self._decode(list(g), digits, base) for g in zip(*rounds, strict=True)]

@@ -125,6 +125,22 @@ class Run:
         assert step.skipped is not None
         log.warning("inrun: step %d is not scored: %s", step.number, step.skipped.text())
 
+    def abandon(self, step: Step) -> None:
+        """Leave a step that failed. If its weights moved all the same, what the optimizers remember is nobody's from now on."""
+        self.scorer.drop()
+        if self.parameters.processes.several:
+            return
+        moved = bool(step.stepped) or (bool(step.clips) and self.mover.has_moved())
+        if not moved or self.history.failed is not None or self.steps_done > step.number:
+            return
+        log.warning("inrun: step %d failed after its optimizers had stepped; open uses are settled as they stand", step.number)
+        settled = self.scorer.restart(self.optimizers, self.mover)
+        tensors = {f"{name}.{j}": getattr(s, name) for j, s in enumerate(settled) for name in ("credit", "error")}
+        who = [(s.step, *self.ids.pop(s.step), s.paid) for s in settled]
+        labels = self.history.labels or [Label(name) for name in self.scorer.validation.names]
+        dtype, none = self.parameters.dtype, torch.zeros(0, dtype=torch.int64)
+        self._add(PendingStep(step.number, none, labels, Transfer(tensors), [], [], dtype, skipped=Skip.FAILED, settled=who))
+
     def _add(self, pending: PendingStep) -> None:
         self.steps_done += 1
         for arrived in self.history.add(pending, lag_of(self.parameters.device)):

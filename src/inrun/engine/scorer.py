@@ -105,6 +105,10 @@ class Scorer:
     def drop(self) -> None:
         """The step will not be scored: its optimizers did not step."""
 
+    def restart(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> list[Settled]:
+        """Settle all that is open; what the optimizers remember is nobody's from now on."""
+        return self.settle_all()
+
     def score(self, step: int, mover: Mover, readings: Sequence[Reading], clips: dict[int, Tensor]) -> Outcome:
         """Score a step whose optimizers have stepped."""
         raise NotImplementedError

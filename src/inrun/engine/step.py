@@ -148,6 +148,7 @@ class Step:
             self._leave(failed=True)
             self._tell(error)
             return
+        failed = True
         try:
             stepped = "dropped" if self._dropped else f"after {len(self.stepped)} optimizers"
             with self.run.parameters.processes.barrier(f"the end ({stepped})", self.number) as meeting:
@@ -155,8 +156,9 @@ class Step:
                 meeting.number = len(self.ids)
             self.total = sum(meeting.numbers)
             self._finish()
+            failed = False
         finally:
-            self._leave(failed=False)
+            self._leave(failed)
 
     def _tell(self, error: BaseException) -> None:
         """Leave word for ranks that will miss this one; raise where it is another one that is missing."""
@@ -229,7 +231,9 @@ class Step:
             self.stepped.add(index)
 
     def _missed(self, some: Any) -> list[str]:
-        return [s.name for s in some if s.grad is not None and s.place not in self.run.covered]
+        left = [s for s in some if s.grad is not None and s.place not in self.run.covered]
+        # An optimizer that was left zeros moves the parameter on by momentum and decay.
+        return [s.name for s in left if bool(s.grad.any())]
 
     def _check_ids(self) -> None:
         ids = self.ids.tolist()
@@ -274,9 +278,11 @@ class Step:
     def _leave(self, failed: bool) -> None:
         for micro in self.microbatches:
             micro.close(failed=True)
-        if failed:
-            self.run.scorer.drop()
-        self.run.end(self)
+        try:
+            if failed:
+                self.run.abandon(self)
+        finally:
+            self.run.end(self)
 
     @property
     def ids(self) -> Tensor:

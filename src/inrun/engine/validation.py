@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint as checkpointing
 
 from inrun.engine.processes import Processes
 from inrun.engine.sharded import ShardedPasses
 from inrun.errors import ConfigurationError, ValidationError
+from inrun.layers.checkpoints import kept_results, no_reentry
 from inrun.ledger.labels import Label, is_name
 
 Loss = Callable[..., Tensor]
@@ -126,7 +126,8 @@ class Validation:
         losses: list[Tensor] = []
         found: list[Sequence[Tensor | None]] = []
         for name in self.names:
-            with self._quiet(name, step), torch.enable_grad(), contextlib.nullcontext() if move is None else twice_differentiable():
+            twice = contextlib.nullcontext() if move is None else twice_differentiable()
+            with self._quiet(name, step), thawed(parameters), torch.enable_grad(), twice:
                 loss = self._loss(name, step)
                 if not loss.requires_grad:
                     raise ValidationError(
@@ -177,6 +178,7 @@ class Validation:
             self._buffers(),
             no_reentry(),
             contextlib.nullcontext() if self.passes is None else self.passes.fresh(),
+            kept_results(),
         ):
             yield
 
@@ -261,6 +263,19 @@ def forked_random(seed: int, model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def thawed(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let all scored parameters require gradient for the block: one that is frozen for a while may still be moved by momentum."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+@contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into eval mode for the block."""
     before = [m for m in model.modules() if m.training]
@@ -271,23 +286,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for m in before:
             m.training = True
-
-
-class _NoReentry:
-    """Stands in for reentrant checkpointing, through which gradients of chosen tensors cannot be taken."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Checkpoint without reentry; it recomputes the same values."""
-        return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
-
-
-@contextlib.contextmanager
-def no_reentry() -> Iterator[None]:
-    """Let all activation checkpoints in the block be of the kind that any backward may ask for."""
-    before = checkpointing.CheckpointFunction
-    checkpointing.CheckpointFunction = _NoReentry  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        checkpointing.CheckpointFunction = before  # type: ignore[misc]

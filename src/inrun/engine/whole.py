@@ -392,6 +392,12 @@ class WholeScorer(RefiningScorer):
         """The step will not be scored: its optimizers did not step."""
         self.current = None
 
+    def restart(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> list[Settled]:
+        """Settle all that is open; what the optimizers remember is inherited from now on."""
+        self.carried = {name: Carried() for name in self.carried}
+        self.inherit(optimizers, mover)
+        return self.settle_all()
+
     def _refresh(self, mover: Mover) -> None:
         """Sketch with new weights and signs from now on, and begin the sums anew."""
         if self.sketcher.lossy and self.direction is not None:

@@ -134,7 +134,8 @@ class Tape(TorchFunctionMode):
         self._stance = run_eagerly()
         self.n, self.active, self.failed = n, True, None
         self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
-        self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in self.leaves}
+        leaves = [leaf for leaf in self.leaves if leaf.tensor.requires_grad]  # others are frozen for a while
+        self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in leaves}
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
         self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
         self.inputs.clear()
@@ -152,6 +153,8 @@ class Tape(TorchFunctionMode):
 
     def end(self) -> None:
         """Let go of everything that the microbatch made."""
+        for tap in (*self.taps, *self.recomputed):
+            tap.edge = None  # else tap and node would keep each other alive, unseen by the garbage collector
         self.taps, self.recomputed, self.sources, self.active = [], [], {}, False
         self.inputs.clear()
         self.made.clear()
@@ -174,7 +177,7 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _BACKWARD:
             return self._backward(func, args, kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.n == 0:
             return func(*args, **kwargs)
         if self._meets_source(args, kwargs):
             return self._tapped(func, args, kwargs)

@@ -23,6 +23,7 @@ class Skip(enum.Enum):
     #: The loop dropped the batch (``step.skip()``).
     DROPPED = "the loop dropped the batch"
     CONTRIBUTIONS = "gradient or contributions are not finite"
+    FAILED = "an exception ended the step after the optimizer had stepped"
 
     @classmethod
     def parse(cls, text: str) -> Skip | None:
