@@ -17,23 +17,22 @@ ALLOWED = {
     "optimizers": {"optimizers", "errors"},
     # The accountant offers figures and the fidelity study as attributes, and imports them when asked.
     "engine": {"engine", "layers", "optimizers", "ledger", "analysis", "errors", "fidelity", "torch_private"} | NOTEBOOKS,
-    "old": {"old", "engine", "ledger", "analysis", "errors", "statistics", "fidelity", "torch_private"} | NOTEBOOKS,
+    "old": {"engine", "ledger", "analysis", "errors", "statistics", "fidelity", "torch_private"} | NOTEBOOKS,
     "paper": {"paper", "ledger", "errors", "torch_private"},
     "truth": {"truth", "errors", "statistics", "torch_private", "notebook"},
-    "fidelity": {"old", "fidelity", "engine", "truth", "errors", "notebook"},
+    "fidelity": {"fidelity", "engine", "truth", "errors", "notebook"},
     # A reader offers its figures as an attribute, and imports them when asked.
     "ledger": {"ledger", "errors", "files"} | NOTEBOOKS,
-    "analysis": {"old", "analysis", "ledger", "errors", "statistics", "files", "notebook"},
+    "analysis": {"analysis", "ledger", "errors", "statistics", "files", "notebook"},
     "notebook": {"notebook"},
     "figures": {"figures", "analysis", "ledger", "notebook", "errors", "statistics"},
-    "report": {"old", "report", "analysis", "ledger", "errors", "statistics", "files"},
+    "report": {"report", "analysis", "ledger", "errors", "statistics", "files"},
     "explorer": {"explorer", "report", "analysis", "ledger", "errors", "files"},
     "corpus": {"corpus", "ledger", "files", "errors"},
-    "training": {"old", "training", "corpus", "engine", "ledger", "analysis", "files", "statistics", "errors"},
-    "replay": {"old", "replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
+    "training": {"training", "corpus", "engine", "ledger", "analysis", "files", "statistics", "errors"},
+    "replay": {"replay", "training", "corpus", "engine", "ledger", "files", "statistics", "errors"},
     "demo": {"demo", "training", "corpus", "ledger", "analysis", "errors"},
     "experiments": {
-        "old",
         "experiments",
         "fidelity",
         "truth",
@@ -49,13 +48,13 @@ ALLOWED = {
         "files",
         "errors",
     },
-    "integrations": {"old", "integrations", "engine", "ledger", "files", "errors"},
+    "integrations": {"integrations", "engine", "ledger", "files", "errors"},
     "baselines": {"baselines", "errors", "statistics", "ledger", "files"},
-    "bench": {"old", "bench", "engine", "layers", "training", "errors", "torch_private"},
+    "bench": {"bench", "engine", "layers", "training", "errors", "torch_private"},
 }
 NO_TORCH = {"ledger", "analysis", "report", "notebook", "figures", "explorer"}
 #: Files that every room may import, and that import none.
-SHARED = ("errors", "statistics", "files")
+SHARED = ("errors", "statistics", "files", "methods")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -8,15 +8,15 @@ from inrun import errors
 
 if TYPE_CHECKING:
     from inrun.ledger import Ledger, MemoryLedger
-    from inrun.old.engine import Accountant, folds, with_ids
+    from inrun.engine import Accountant, folds, with_ids
 
 __version__ = "0.1.0"
 __all__ = ["Accountant", "Ledger", "MemoryLedger", "__version__", "errors", "folds", "with_ids"]
 
 _lazy = {
-    "Accountant": "inrun.old.engine",
-    "folds": "inrun.old.engine",
-    "with_ids": "inrun.old.engine",
+    "Accountant": "inrun.engine",
+    "folds": "inrun.engine",
+    "with_ids": "inrun.engine",
     "Ledger": "inrun.ledger",
     "MemoryLedger": "inrun.ledger",
 }
@@ -33,7 +33,9 @@ _rooms = (
     "integrations",
     "layers",
     "ledger",
+    "methods",
     "optimizers",
+    "paper",
     "replay",
     "report",
     "training",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from inrun.engine.accountant import METHODS, Accountant
+from inrun.engine import Accountant
+from inrun.methods import METHODS
 from inrun.errors import StepError
 
 #: Warnings of torch's own tracing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from inrun.old.methods import METHODS
+from inrun.methods import METHODS
 
 if TYPE_CHECKING:
     from inrun.analysis.summary import SetSummary

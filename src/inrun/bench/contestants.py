@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from inrun.bench.conditions import NONE, Condition, conditions
 from inrun.bench.shape import Shape
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 from inrun.old.layers.layout import scratch_bytes
 from inrun.old.methods import CREDITS, METHODS
 from inrun.training.loss import next_token_loss

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from inrun.bench.measure import keep_freed_memory
 from inrun.bench.shape import Shape
 from inrun.errors import ConfigurationError, ProcessError
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 from inrun.training.loss import next_token_loss
 from inrun.training.parallel import blocks_of
 from inrun.training.processes import launched

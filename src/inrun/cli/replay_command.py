@@ -12,7 +12,7 @@ import click
 
 from inrun.cli.options import JSON, RUN, Registered
 from inrun.errors import ConfigurationError
-from inrun.old.methods import METHODS, UPDATES
+from inrun.methods import METHODS
 from inrun.replay import MODES
 
 

@@ -21,9 +21,9 @@ from inrun.engine.sketch import Sketcher, default_size, make_plans
 from inrun.engine.validation import Loss, Validation
 from inrun.engine.whole import WholeScorer
 from inrun.errors import ConfigurationError, LedgerError, OptimizerError
+from inrun.methods import METHODS
 from inrun.optimizers import UpdateRule, find_rule
 
-METHODS = ("whole", "step", "first", "second")
 #: Packages that hand out optimizers inside a wrapper of their own, which has no hooks.
 WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.")
 

@@ -30,7 +30,7 @@ from inrun.experiments.ways import (
     Task,
     by_autograd,
 )
-from inrun.old.methods import METHODS
+from inrun.methods import METHODS
 
 #: How far the scores of two ways may lie apart, relative to the largest, in double precision.
 TOLERANCE = 1e-6

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from inrun import baselines
 from inrun.experiments.image_training import State, Subject, accuracy, adam, train
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 from inrun.statistics import ranks
 
 Vector = npt.NDArray[np.float64]

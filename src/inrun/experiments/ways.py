@@ -26,7 +26,7 @@ from inrun.experiments.ghost_hessian import (
     run_passes,
     weight_gradients,
 )
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 
 Batch = tuple[Tensor, Tensor]
 #: What scores are by definition in the game of plain SGD.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from inrun.fidelity.study import FidelityReport, Progress, fidelity, usual_choices
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 
 
 def beside(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from inrun.fidelity.rewind import rewound
 from inrun.fidelity.utility import UtilityReport, utility_agreement
-from inrun.old.engine import Accountant
-from inrun.old.methods import METHODS, UPDATES
+from inrun.engine import Accountant
+from inrun.methods import METHODS
 from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
 
 Progress = Callable[[int, int], None] | bool | None

@@ -20,7 +20,7 @@ from inrun.integrations.data import ID_FIELD
 from inrun.integrations.saved import load_states, save_state
 from inrun.integrations.scoring import Scoring, world_group
 from inrun.integrations.strategies import check_accelerator, check_placement, check_prepared
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 
 
 def attach(

@@ -27,8 +27,8 @@ from inrun.integrations.data import ID_FIELD, ids_of
 from inrun.integrations.saved import pack_state, unpack_state
 from inrun.integrations.scoring import Scoring, Undo, world_group
 from inrun.integrations.strategies import check_lightning
-from inrun.old.engine import Accountant
-from inrun.old.engine.processes import Processes
+from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 
 #: Where a checkpoint has the states of several processes.
 RANKS = "ranks"

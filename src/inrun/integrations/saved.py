@@ -12,8 +12,8 @@ from safetensors.torch import load, save
 
 from inrun.errors import TrainingError
 from inrun.files import Files, write_durably
-from inrun.old.engine.processes import Processes
-from inrun.old.engine.saved import join_state, split_state
+from inrun.engine.processes import Processes
+from inrun.engine.saved import join_state, split_state
 
 VERSION = 1
 

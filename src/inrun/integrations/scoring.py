@@ -14,10 +14,10 @@ from torch import nn
 from inrun.errors import ConfigurationError, StepError
 from inrun.integrations.data import add_scores
 from inrun.ledger import Ledger, MemoryLedger
-from inrun.old.engine import Accountant
-from inrun.old.engine.group import find_processes
-from inrun.old.engine.processes import Processes
-from inrun.old.engine.step import Step
+from inrun.engine import Accountant
+from inrun.engine.processes import find_processes
+from inrun.engine.processes import Processes
+from inrun.engine.step import Step
 
 log = logging.getLogger("inrun")
 

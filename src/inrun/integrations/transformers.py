@@ -32,7 +32,7 @@ from inrun.integrations.data import ID_FIELD, KeepIds, ids_of, is_stream, with_i
 from inrun.integrations.saved import load_states, save_state
 from inrun.integrations.scoring import Scoring, Undo
 from inrun.integrations.strategies import check_accelerator, check_placement
-from inrun.old.engine import Accountant
+from inrun.engine import Accountant
 
 #: Said where ids do not arrive.
 KEEPS = (

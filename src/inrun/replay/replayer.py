@@ -24,8 +24,8 @@ import torch
 from inrun.errors import ConfigurationError, CreditError, TrainingError
 from inrun.ledger import StepRecord
 from inrun.ledger.record import SettledCredits
-from inrun.old.engine import Accountant
-from inrun.old.engine.processes import Processes
+from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
 from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of

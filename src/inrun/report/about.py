@@ -9,7 +9,7 @@ from typing import Any
 from inrun.analysis.verdict import WHOLE_STORY, game_of
 from inrun.ledger import SIGN, UNIT
 from inrun.ledger.lock import holders
-from inrun.old.methods import METHODS, UPDATES
+from inrun.methods import METHODS
 from inrun.report.text import one_line
 
 #: Keys of run.json that the page shows in its own words, or not at all.

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from inrun.errors import TrainingError
 from inrun.files import Files, put_folder
-from inrun.old.engine.processes import Processes
-from inrun.old.engine.saved import join_state, split_state
+from inrun.engine.processes import Processes
+from inrun.engine.saved import join_state, split_state
 from inrun.training.parallel import is_split, split_like, whole
 
 log = logging.getLogger("inrun")

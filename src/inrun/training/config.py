@@ -16,7 +16,7 @@ from msgspec.inspect import DictType, FloatType, IntType, LiteralType, NoneType,
 
 from inrun.errors import ConfigurationError
 from inrun.ledger.labels import is_name
-from inrun.old.methods import CREDITS, METHODS, UPDATES
+from inrun.methods import METHODS
 
 _LARGEST = sys.float_info.max
 #: At least one; none or more; a number that is finite and not negative; a share of a whole.

@@ -23,8 +23,8 @@ from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.ledger.labels import set_of
 from inrun.ledger.record import SettledCredits
-from inrun.old.engine import Accountant
-from inrun.old.engine.processes import Processes
+from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.loss import PADDING, token_losses

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from inrun.errors import ConfigurationError, ProcessError
-from inrun.old.engine.group import find_processes
-from inrun.old.engine.processes import Processes
+from inrun.engine.processes import find_processes
+from inrun.engine.processes import Processes
 from inrun.training.config import TrainConfig
 from inrun.training.order import Ids
 

@@ -1,0 +1,18 @@
+"""The methods, by name: what a score of each is. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+#: Summaries by name; the first is the default.
+METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "whole": "whole credit: what a use did over all later steps, through the optimizer's memory",
+        "step": "the step's own share of the real update",
+        "first": "first order: Theorem 1 of the paper, with its SGD proxy",
+        "second": "second order: Theorem 2 of the paper, with its SGD proxy",
+    }
+)
+#: Methods that share the optimizer's real move, so that their accounts explain the fall of the validation loss.
+REAL = ("whole", "step")
