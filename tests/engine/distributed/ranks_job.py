@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from typing import Any
 HERE = Path(__file__).parent
 
 
-def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    """Run ``JOBS[name]`` of ``ranks_jobs`` in so many processes; return what each of them found. Nobody is left behind."""
+def launch(
+    name: str,
+    world: int = 2,
+    seconds: float = 100.0,
+    extra: dict[str, str] | None = None,
+    during: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Run ``JOBS[name]`` of ``ranks_jobs`` (or of ``extra["JOB_MODULE"]``) in so many processes; return what each of them found.
+
+    ``during`` is called with the processes while they run. Nobody is left behind.
+    """
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -33,6 +43,8 @@ def launch(name: str, world: int = 2, seconds: float = 100.0, extra: dict[str, s
                     processes.append(
                         subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                     )
+            if during is not None:
+                during(processes)
             until = time.monotonic() + seconds
             codes = [p.wait(max(0.1, until - time.monotonic())) for p in processes]
         except subprocess.TimeoutExpired:
@@ -74,7 +86,7 @@ def main(name: str, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=float(os.environ.get("JOB_TIMEOUT", "60")))
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=world, timeout=timeout)
-    job = importlib.import_module("ranks_jobs").JOBS[name]
+    job = importlib.import_module(os.environ.get("JOB_MODULE", "ranks_jobs")).JOBS[name]
     found: dict[str, Any] = {}
     only = os.environ.get("JOB_ONLY", "")
     for condition, run in ((c, r) for c, r in job.items() if only in c):
