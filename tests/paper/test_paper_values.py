@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import inrun
-import inrun.engine
 from inrun.paper import GhostScorer, ScoredStep
 from reference import relative_error
 
@@ -178,26 +177,18 @@ def test_the_direct_form_takes_every_layer_and_samples_apart() -> None:
     assert relative_error(scorer.last.contributions, expected) < 1e-9
 
 
-# Against the engines, both with the SGD proxy
-
-
-def attach_old(order: int, *given: Any) -> Any:
-    return inrun.Accountant(*given, method=METHODS[order], update="sgd")
-
-
-def attach_new(order: int, *given: Any) -> Any:
-    return inrun.engine.Accountant(*given, method=METHODS[order])
+# Against the engine
 
 
 METHODS = {1: "first", 2: "second"}
-ENGINES = {"old": attach_old, "new": attach_new}
 
 
-def engine_contributions(engine: str, case: Case, order: int, rows: Tensor, held: Tensor, clip: float) -> Tensor:
-    """Return what an engine says of one step, ``[n]``."""
+def engine_contributions(case: Case, order: int, rows: Tensor, held: Tensor, clip: float) -> Tensor:
+    """Return what the engine says of one step, ``[n]``."""
     model = case.model()
     optimizer = sgd(model)
-    with ENGINES[engine](order, model, optimizer, lambda m: case.row_losses(m, held).mean()) as accountant:
+    validation = lambda m: case.row_losses(m, held).mean()  # noqa: E731
+    with inrun.Accountant(model, optimizer, validation, method=METHODS[order]) as accountant:
         with accountant.step(range(len(rows))):
             case.row_losses(model, rows).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -208,14 +199,10 @@ def engine_contributions(engine: str, case: Case, order: int, rows: Tensor, held
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", ["perceptron", "norms", "images", "tables", "tiny GPT"])
-@pytest.mark.parametrize("engine", list(ENGINES))
-def test_agrees_with_the_engine(engine: str, name: str, order: int, request: pytest.FixtureRequest) -> None:
-    if (engine, order) == ("new", 2) and name in ("tables", "tiny GPT"):
-        reason = "the new engine's second leaves out tables of positions: Tap._read keeps gradients of leaves only"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_agrees_with_the_engine(name: str, order: int) -> None:
     case = CASES[name]
     rows, held = case.draw(N, 1), case.draw(M, 2)
-    expected = engine_contributions(engine, case, order, rows, held, 0.1)
+    expected = engine_contributions(case, order, rows, held, 0.1)
     for form in FORMS:
         model = case.model()
         result, _ = score(case, model, sgd(model), rows, held, clip=0.1, order=order, form=form)

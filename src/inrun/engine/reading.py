@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -166,14 +167,19 @@ def clip_from_products(
         return torch.full((), 1.0 / processes.world, device=some[0].parameter.device)
     vs = torch.cat([(v := directions[s.place]).reshape(len(v), -1) for s in few], 1)
     gradients = torch.cat([s.grad.reshape(-1) for s in few]).to(vs.dtype)  # type: ignore[union-attr]
-    sizes = torch.tensor([directions[s.place][0].numel() for s in few])
-    owner = torch.repeat_interleave(torch.arange(len(few)), sizes).to(vs.device, non_blocking=True)
+    owner = owners(tuple(directions[s.place][0].numel() for s in few), vs.device)
     now = torch.zeros(len(vs), len(few), dtype=vs.dtype, device=vs.device).index_add_(1, owner, vs * gradients)
     none = torch.zeros((), dtype=vs.dtype, device=vs.device)
     known = [torch.stack([r.products.get(s.place, none.expand(r.n, len(vs))) for s in few], 2).sum(0) for r in readings]
     total = known[0] if len(known) == 1 else torch.stack(known).sum(0)
     total = processes.all_reduced("sums of gradients", total)
     return ratio(total.reshape(-1), processes.over_shards(now).reshape(-1), processes)
+
+
+@functools.lru_cache(maxsize=16)
+def owners(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return which part every entry of a vector belongs to, for parts of some sizes."""
+    return torch.cat([torch.full((size,), j) for j, size in enumerate(sizes)]).to(device)
 
 
 def ratio(known: Tensor, now: Tensor, processes: Processes) -> Tensor:

@@ -181,15 +181,19 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._meets_source(args, kwargs):
             return self._tapped(func, args, kwargs)
-        out = func(*args, **kwargs)
-        if func in STATISTICS:
-            self.pass_rows(out)
+        out = self._untapped(func, args, kwargs)
         if isinstance(out, Tensor) and not out.requires_grad:
             (self.inputs if self._depends(args, kwargs) else self.made).add(out)
         elif isinstance(out, (tuple, list)):
             for t in out:
                 if isinstance(t, Tensor) and not t.requires_grad:
                     (self.inputs if self._depends(args, kwargs) else self.made).add(t)
+        return out
+
+    def _untapped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if func in STATISTICS:
+            self.pass_rows(out)
         return out
 
     def _meets_source(self, args: Any, kwargs: Any) -> bool:
@@ -235,7 +239,7 @@ class Tape(TorchFunctionMode):
         met = any(id(t) not in self.sources and self.is_data(t) for t in given)
         leaves = tuple(dict.fromkeys(leaf for s in found for leaf in s.leaves))
         if not any(leaf.reader for leaf in leaves):
-            return func(*args, **kwargs) if met else self._call_derived(func, args, kwargs, leaves)
+            return self._untapped(func, args, kwargs) if met else self._call_derived(func, args, kwargs, leaves)
         rule = RULES.get(func)
         if rule is not None:
             out = rule(self, met, func, *args, **kwargs)
