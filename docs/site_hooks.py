@@ -10,7 +10,7 @@ import click
 from inrun.cli.main import cli
 
 #: Where a link out of docs/ goes on the site. Others are shown as text: the files are in the repository, not on the site.
-ELSEWHERE = {"../README.md": "index.md", "../README.md#the-step-game": "step-game.md"}
+ELSEWHERE = {"../README.md": "index.md"}
 _link = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)")
 _file = re.compile(r"\[(?:docs/)?([\w-]+\.md)\]\((\S+?)\)")
 

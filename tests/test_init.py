@@ -12,7 +12,7 @@ import inrun
 
 SOURCE = Path(inrun.__file__).parent
 #: Rooms that are commands, or parts that others are made of: reached by an import of their own.
-INNER = {"old", "paper", "cli", "demo", "experiments", "notebook"}
+INNER = {"old", "cli", "demo", "experiments", "notebook"}
 
 
 def test_dir_names_every_room_and_public_name() -> None:

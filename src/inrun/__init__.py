@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from inrun import errors
 
 if TYPE_CHECKING:
+    from inrun.engine import Accountant, Options, folds, with_ids
     from inrun.ledger import Ledger, MemoryLedger
-    from inrun.engine import Accountant, folds, with_ids
 
 __version__ = "0.1.0"
-__all__ = ["Accountant", "Ledger", "MemoryLedger", "__version__", "errors", "folds", "with_ids"]
+__all__ = ["Accountant", "Ledger", "MemoryLedger", "Options", "__version__", "errors", "folds", "with_ids"]
 
 _lazy = {
     "Accountant": "inrun.engine",
+    "Options": "inrun.engine",
     "folds": "inrun.engine",
     "with_ids": "inrun.engine",
     "Ledger": "inrun.ledger",

@@ -3,5 +3,6 @@
 from inrun.engine.accountant import Accountant
 from inrun.engine.folds import folds
 from inrun.engine.ids import with_ids
+from inrun.engine.options import Options
 
-__all__ = ["Accountant", "folds", "with_ids"]
+__all__ = ["Accountant", "Options", "folds", "with_ids"]
