@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class FirstScorer(Scorer):
         super().__init__(parameters, validation)
         self._found: Gradients
         self._directions: dict[int, Tensor] = {}
+        #: ±η by place, as they are when an optimizer steps.
+        self._signed_rates: dict[int, Any] = {}
         self._failures: Tensor | None = None
 
     def begin(self, step: int) -> None:
@@ -44,7 +46,8 @@ class FirstScorer(Scorer):
         return Request(n, self.parameters.dtype, directions=self.parameters.gathered(self._directions), k=k, longest=longest)
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
-        """Compare inner products."""
+        """Compare inner products; note the learning rates, which a schedule may change before the step ends."""
+        self._note_rates(optimizer)
         return clip_from_products(readings, self.parameters.of(optimizer), self._directions, self.parameters.processes)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
@@ -68,9 +71,11 @@ class FirstScorer(Scorer):
         processes = self.parameters.processes
         sums = torch.stack([contributions.sum(0, dtype=torch.float64), contributions.abs().sum(0, dtype=torch.float64)])
         total, abs_sum = processes.all_reduced("sums of contributions", sums)
-        accounts = Accounts(total, abs_sum, points=1)
+        accounts = Accounts(total, abs_sum, before=found.losses, points=1)
         valid = torch.stack([processes.all_true(finite(contributions, *clips.values())), finite(found.losses)])
         failures, self._failures = self._failures, None
+        if failures is not None:  # an audit
+            accounts.after, accounts.by_tensor = self.validation.losses(step), self._by_tensor(readings, clips)
         return Outcome(found.labels, found.losses, contributions, accounts, valid, failures)
 
     def _contributions(self, reading: Reading, clips: dict[int, Tensor]) -> Tensor:
@@ -89,10 +94,27 @@ class FirstScorer(Scorer):
             total = torch.zeros(reading.n, len(like), dtype=self.parameters.dtype, device=like.device)
         return total
 
+    def _note_rates(self, optimizer: int) -> None:
+        for s in self.parameters.of(optimizer):
+            lr, sign = s.group["lr"], -1 if s.group.get("maximize") else 1
+            self._signed_rates[s.place] = lr * sign
+
+    def _by_tensor(self, readings: Sequence[Reading], clips: dict[int, Tensor]) -> Tensor:
+        """Return Σ|contribution| by tensor, ``[k, tensors]``."""
+        total = torch.zeros(
+            len(self._found.labels), len(self.parameters.scored), dtype=torch.float64, device=self.parameters.device
+        )
+        for optimizer, clip in clips.items():
+            places = [s.place for s in self.parameters.of(optimizer)]
+            rates = (self._rates(places) * clip).abs().double()
+            for i, rate in zip(places, rates, strict=True):
+                parts = [r.products[i].abs().sum(0, dtype=torch.float64) for r in readings if i in r.products]
+                total[:, i] = rate * torch.stack(parts).sum(0) if parts else 0.0
+        return self.parameters.processes.all_reduced("sums of contributions by tensor", total)
+
     def _rates(self, places: list[int]) -> Tensor:
         """Return ±η of some parameters, a vector."""
-        groups = [self.parameters.scored[i].group for i in places]
-        rates = [(-g["lr"] if g.get("maximize") else g["lr"]) for g in groups]
+        rates = [self._signed_rates[i] for i in places]
         if any(isinstance(r, Tensor) for r in rates):
             device = self.parameters.device
             return torch.stack([torch.as_tensor(r, dtype=torch.float32).to(device).reshape(()) for r in rates])
@@ -113,6 +135,7 @@ class SecondScorer(FirstScorer):
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare the batch's gradients."""
+        self._note_rates(optimizer)
         known, now = [], []
         for s in self.parameters.of(optimizer):
             totals = [g.total() for r in readings for i, g in r.kept if i == s.place]
@@ -127,6 +150,8 @@ class SecondScorer(FirstScorer):
 
     def before_move(self, step: int, readings: Sequence[Reading], clips: dict[int, Tensor]) -> None:
         """Take ∇ℓ − (η/2) H Σg with the gradient that the optimizer is about to use, and contract."""
+        for optimizer in {s.optimizer for s in self.parameters.scored}:
+            self._note_rates(optimizer)
         rates = self._rates([s.place for s in self.parameters.scored])
         move = [None if s.grad is None else s.grad * -rate for s, rate in zip(self.parameters.scored, rates, strict=True)]
         self._take(self.validation.gradients(self.parameters.tensors(), step, move))

@@ -85,6 +85,11 @@ class GroupMove:
         return None if found is None else [e.reshape(-1) for e in found]
 
 
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group as they are now: before the step ends, a schedule may set those of the next one."""
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in group.items() if name != "params"}
+
+
 class Mover:
     """Copies weights before a step and describes the move after it."""
 
@@ -156,12 +161,15 @@ class Mover:
     def _describe(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], some: list[Scored], rule: UpdateRule) -> None:
         states = [s.state_of(optimizer) for s in some]
         joined = self._alike(some, states, rule)
+        group = options_of(group)
         if joined:
             step = self._joined_step(group, some, states, rule)
         else:
             before = self.flat.views(self.weights_before, [s.place for s in some])
             first = [self._first[s.place] for s in some]
-            step = GroupStep(before, [s.grad for s in some], group, states, first)  # type: ignore[misc]
+            # Copies where they are read later: before the step ends, users may clear gradients in place.
+            gradients: list[Any] = [s.grad.clone() if rule.reads_gradients else s.grad for s in some]  # type: ignore[union-attr]
+            step = GroupStep(before, gradients, group, states, first)
         places = [[s.place for s in some]] if joined else [[s.place] for s in some]
         self.groups.append(
             GroupMove(
