@@ -324,9 +324,11 @@ class Tape(TorchFunctionMode):
         in_place = inside == "__setitem__" or (inside.endswith("_") and not inside.endswith("__")) or inside.startswith("__i")
         shape = args[0].shape if in_place else torch.broadcast_shapes(*(t.shape for t in given))
         wide = [t for t in given if t.dim() > 0]
+        if not wide:
+            return func(*args, **kwargs)  # a penalty joins the loss: no sample has a row here, which audits see
         if any(t.dim() == 0 and t.dtype != wide[0].dtype for t in given if self.source(t)):
             return self.generic(func, args, kwargs)  # a number of its own precision would become a tensor of it
-        dtype = wide[0].dtype if wide else given[0].dtype
+        dtype = wide[0].dtype
         for t in wide:
             dtype = torch.promote_types(dtype, t.dtype)
 
