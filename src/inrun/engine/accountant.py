@@ -19,6 +19,7 @@ from inrun.engine.hooks import OptimizerHooks
 from inrun.engine.options import Coverage, CoverageRow, Options, audit_due
 from inrun.engine.processes import Communication, find_processes
 from inrun.engine.record import StepResult
+from inrun.engine.resharing import state_of_rank
 from inrun.engine.run import Run
 from inrun.engine.setup import check_arguments, make_setup
 from inrun.engine.step import Step
@@ -292,13 +293,19 @@ class Accountant:
         return {"version": 2, "method": self.method, "ledger": mark() if callable(mark) else None, **state}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a saved state."""
-        (one,) = [state] if isinstance(state, Mapping) else list(state)
-        if one.get("version") != 2:
-            raise ConfigurationError(f"the state has version {one.get('version')!r}; this release reads version 2.")
-        if one["method"] != self.method:
-            raise ConfigurationError(f'the saved run used method="{one["method"]}", this accountant has "{self.method}".')
-        self._run.load_state_dict(dict(one))
+        """Go on from a saved state.
+
+        Of several processes each gives the state that it saved. Where their number is another now, or ``fully_shard`` splits the
+        model otherwise, each gives the list of the states of all that saved, in the order of their ranks.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        for one in states:
+            if one.get("version") != 2:
+                raise ConfigurationError(f"the state has version {one.get('version')!r}; this release reads version 2.")
+            if one["method"] != self.method:
+                raise ConfigurationError(f'the saved run used method="{one["method"]}", this accountant has "{self.method}".')
+        shapes = [p.shape for p in self._run.parameters.tensors()]
+        self._run.load_state_dict(state_of_rank(states, self._processes, shapes))
 
     # The end
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.checks import judge
+from inrun.engine.excess import ExcessWarning
 from inrun.engine.layouts import Layouts
 from inrun.engine.move import Mover
 from inrun.engine.parameters import Parameters
 from inrun.engine.quadrature import Typical, refine
 from inrun.engine.record import Arrived, Ids, PendingStep, StepResult, send, settled_credits
+from inrun.engine.resharing import processes_state
 from inrun.engine.scorer import Outcome, RefiningScorer, Scorer
 from inrun.engine.sharded import ShardedModel
 from inrun.engine.step import Step
@@ -91,7 +93,8 @@ class Run:
             rough = self._is_rough(outcome, step)
             if rough or step.audited:
                 outcome = refine(self.scorer, outcome, step.number, self.mover)
-        self.ids[step.number] = (step.ids.numpy(), None)
+        rows = step.row_numbers
+        self.ids[step.number] = (step.ids.numpy(), None if rows is None else rows.numpy())
         outcome.settled = self.scorer.commit()
         self._send(step, outcome)
 
@@ -171,6 +174,7 @@ class Run:
         """Return plain data and tensors; nothing is on its way any more."""
         self.history.flush()
         return {
+            "processes": processes_state(self.parameters.processes),
             "steps_done": self.steps_done,
             "typical": self.typical.state_dict(),
             "labels": [[c.name, c.point, c.is_fold] for c in self.history.labels],
@@ -200,6 +204,7 @@ class History:
     def __init__(self, parameters: Parameters, write: Callable[[StepRecord], None]) -> None:
         self._write = write
         self._names, self._first = [s.name for s in parameters.scored], parameters.processes.rank == 0
+        self._excess = ExcessWarning(self._names)
         self._dtypes = list({s.parameter.dtype for s in parameters.scored})
         self._pending: deque[PendingStep] = deque()
         self.labels: list[Label] = []
@@ -231,8 +236,10 @@ class History:
             if self.failed is not None:
                 self._pending.clear()
                 raise self.failed
-            self._write(arrived.record(with_accounts=self._first))
+            self._write(arrived.record(self._names, with_accounts=self._first))
             self.last = arrived.result()
+            if self._first:
+                self._excess.note(arrived)
             if arrived.skipped in (Skip.VALIDATION_LOSS, Skip.CONTRIBUTIONS):
                 log.warning("inrun: step %d is not scored: %s", arrived.pending.number, arrived.skipped.text())
             done.append(arrived)

@@ -110,8 +110,8 @@ class Step:
         self.stepped: set[int] = set()
         self._dropped = self._entered = False
         self.skipped: Skip | None = None
-        #: Samples of all processes.
-        self.total = 0
+        #: Samples by process.
+        self.counts: list[int] = []
 
     # For users
 
@@ -154,7 +154,7 @@ class Step:
             with self.run.parameters.processes.barrier(f"the end ({stepped})", self.number) as meeting:
                 self._close_microbatch()
                 meeting.number = len(self.ids)
-            self.total = sum(meeting.numbers)
+            self.counts = meeting.numbers
             self._finish()
             failed = False
         finally:
@@ -283,6 +283,19 @@ class Step:
                 self.run.abandon(self)
         finally:
             self.run.end(self)
+
+    @property
+    def total(self) -> int:
+        """Return the number of samples of all processes."""
+        return sum(self.counts)
+
+    @property
+    def row_numbers(self) -> Tensor | None:
+        """Return the numbers of this process's samples among those of all; None for a process alone."""
+        processes = self.run.parameters.processes
+        if not processes.several:
+            return None
+        return torch.arange(self.counts[processes.rank]) + sum(self.counts[: processes.rank])
 
     @property
     def ids(self) -> Tensor:

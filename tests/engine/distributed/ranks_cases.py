@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from ranks_runs import Case
+from ranks_runs import Case, ddp
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from inrun.training.gpt import GPT, GPTConfig
@@ -23,10 +24,6 @@ def sgd(p: Any) -> torch.optim.Optimizer:
 
 def slow(p: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(p, lr=5e-4, weight_decay=0.1)
-
-
-def ddp(**options: Any) -> Callable[[nn.Module], Any]:
-    return functools.partial(DistributedDataParallel, **options)
 
 
 class SomeUnused(nn.Module):
@@ -63,11 +60,12 @@ def checkpointed() -> nn.Module:
     return Checkpointed(GPTConfig(23, 12, 8, 2, 2, 0.0, True)).double()
 
 
-def sharded(again: bool = True, policy: Any = None) -> Callable[[nn.Module], Any]:
+def sharded(again: bool = True, policy: Any = None) -> Callable[[nn.Module, Any], Any]:
     """Apply fully_shard to blocks and model."""
 
-    def wrap(model: Any) -> Any:
-        options = {"reshard_after_forward": again, **({} if policy is None else {"mp_policy": policy})}
+    def wrap(model: Any, group: Any) -> Any:
+        mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+        options = {"mesh": mesh, "reshard_after_forward": again, **({} if policy is None else {"mp_policy": policy})}
         for block in model.blocks:
             fully_shard(block, **options)
         return fully_shard(model, **options)
@@ -76,6 +74,7 @@ def sharded(again: bool = True, policy: Any = None) -> Callable[[nn.Module], Any
 
 
 ACCUMULATED, RAGGED = ((2, 3), (3, 1)), ((3, 2), (2, 0))
+SHARDED = sharded()
 UNUSED = ddp(find_unused_parameters=True)
 SINGLE = functools.partial(tiny, dtype=torch.float32)
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -103,20 +102,31 @@ MORE_DDP = [
 CONTROL = Case("never averaged", {"method": "first"}, clip=None, steps=1, optimizer=sgd, never_sync=True)
 RESUMED = [
     Case("resumed", {"sketch": 256}, slow, ((2, 1), (2, 0)), 5, worlds=(2, 2), resume_after=2),
+    Case("fsdp, resumed", {"sketch": 256}, sgd, wrap=SHARDED, steps=5, worlds=(2, 2), resume_after=2),
     Case("from two to one", {"sketch": 256}, slow, ((2, 1),), 5, worlds=(2, 1), resume_after=2),
     Case("exact, from one to two", {"sketch": "exact"}, sgd, steps=4, worlds=(1, 2), resume_after=1),
+    Case("fsdp, from two to one", {"sketch": 256}, sgd, wrap=SHARDED, steps=5, worlds=(2, 1), resume_after=2),
+    Case("fsdp, from one to two", {}, slow, wrap=SHARDED, steps=4, worlds=(1, 2), resume_after=1),
+    Case("fsdp, first, from two to one", {"method": "first"}, wrap=SHARDED, steps=3, worlds=(2, 1), resume_after=0),
+]
+#: Two processes that go on, and two that never stopped.
+UNBROKEN = [dataclasses.replace(c, name=f"{c.name}, unbroken", worlds=None) for c in RESUMED[:2]]
+RESUMED_FOUR = [
+    Case("from two to four", {"sketch": 256}, slow, ((2, 1, 1, 2),), 5, worlds=(2, 4), resume_after=2),
+    Case("fsdp, from two to four", {"sketch": 256}, sgd, ((2, 1, 1, 2),), 5, wrap=SHARDED, worlds=(2, 4), resume_after=2),
+    Case("fsdp, from four to two", {}, slow, ((2, 1, 1, 2),), 4, wrap=SHARDED, worlds=(4, 2), resume_after=1),
 ]
 FSDP = [
-    Case("fsdp first", {"method": "first"}, wrap=sharded()),
+    Case("fsdp first", {"method": "first"}, wrap=SHARDED),
     Case("fsdp first, kept whole, in place", {"method": "first"}, sgd, wrap=sharded(False), zero_in_place=True),
-    Case("fsdp step, accumulated", {"method": "step"}, wrap=sharded(), sizes=ACCUMULATED, no_sync=True),
-    Case("fsdp points", {"method": "first"}, wrap=sharded(), points=True, steps=2),
-    Case("fsdp whole", {}, wrap=sharded()),
-    Case("fsdp whole, sketched", {"sketch": 256}, slow, wrap=sharded(), steps=5),
+    Case("fsdp step, accumulated", {"method": "step"}, wrap=SHARDED, sizes=ACCUMULATED, no_sync=True),
+    Case("fsdp points", {"method": "first"}, wrap=SHARDED, points=True, steps=2),
+    Case("fsdp whole", {}, wrap=SHARDED),
+    Case("fsdp whole, sketched", {"sketch": 256}, slow, wrap=SHARDED, steps=5),
 ]
 MORE_FSDP = [
-    Case("fsdp step, untied", {"method": "step"}, wrap=sharded(), model=functools.partial(tiny, tied=False)),
-    Case("fsdp checkpointed", {"sketch": 256}, sgd, wrap=sharded(), model=checkpointed),
+    Case("fsdp step, untied", {"method": "step"}, wrap=SHARDED, model=functools.partial(tiny, tied=False)),
+    Case("fsdp checkpointed", {"sketch": 256}, sgd, wrap=SHARDED, model=checkpointed),
     Case("fsdp whole, kept whole", {"sketch": 256}, sgd, ((3, 2),), wrap=sharded(False), steps=12),
     Case("fsdp first, bfloat16", {"method": "first"}, sgd, wrap=sharded(policy=HALF), model=SINGLE, steps=2, tolerance=2e-2),
     Case("fsdp whole, bfloat16", {"sketch": 256}, sgd, wrap=sharded(policy=HALF), model=SINGLE, steps=2, tolerance=2e-2),
@@ -124,6 +134,6 @@ MORE_FSDP = [
 FOUR = [
     Case("four, ddp, whole", {"sketch": 256}, sizes=((2, 1, 1, 2), (1, 2, 0, 1)), steps=4, no_sync=True),
     Case("four, fsdp, whole", {"sketch": 256}, sizes=((2, 1, 1, 2),), wrap=sharded(False), steps=4),
-    Case("four, fsdp, first", {"method": "first"}, sizes=((2, 1, 1, 2),), wrap=sharded()),
+    Case("four, fsdp, first", {"method": "first"}, sizes=((2, 1, 1, 2),), wrap=SHARDED),
 ]
-BY_NAME = {c.name: c for c in (*DDP, *MORE_DDP, CONTROL, *RESUMED, *FSDP, *MORE_FSDP, *FOUR)}
+BY_NAME = {c.name: c for c in (*DDP, *MORE_DDP, CONTROL, *RESUMED, *UNBROKEN, *RESUMED_FOUR, *FSDP, *MORE_FSDP, *FOUR)}

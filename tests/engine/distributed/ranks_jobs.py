@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ranks_cases import CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED
+from ranks_cases import CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED, RESUMED_FOUR, UNBROKEN
 from ranks_exchanges import EXCHANGES
 from ranks_runs import Case, play
 
@@ -21,6 +21,6 @@ JOBS: dict[str, Job] = {
     "fast": {**EXCHANGES, **played([*DDP, CONTROL, *FSDP])},
     "more ddp": played(MORE_DDP),
     "more fsdp": played(MORE_FSDP),
-    "resumed": played(RESUMED),
-    "four": played(FOUR, of=4),
+    "resumed": played([*RESUMED, *UNBROKEN]),
+    "four": played([*FOUR, *RESUMED_FOUR], of=4),
 }

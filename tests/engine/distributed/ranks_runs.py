@@ -14,10 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from inrun.engine.accountant import Accountant
 from inrun.engine.options import Options
+from inrun.training.parallel import split_like
 from tiny import batch, tiny
 
 #: Figures of accounts that are compared.
 FIGURES = ("loss_before", "loss_after", "data", "decay", "inherited", "rounding", "residual", "spread", "abs_sum")
+
+
+def ddp(**options: Any) -> Callable[[nn.Module, Any], Any]:
+    return lambda model, group: DistributedDataParallel(model, process_group=group, **options)
+
+
+DDP = ddp()
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,8 @@ class Case:
     sizes: tuple[tuple[int, ...], ...] = ((3, 3),)
     steps: int = 3
     clip: float | None = 0.5
-    #: Applied to the model by a rank of several; returns what is called.
-    wrap: Callable[[nn.Module], Any] = DistributedDataParallel
+    #: Applied by ranks of several to the model, with their group (None: all ranks); returns what is called.
+    wrap: Callable[[nn.Module, Any], Any] = DDP
     model: Callable[[], nn.Module] = tiny
     no_sync: bool = False
     #: Ids repeat over ranks, as samplers that pad do.
@@ -113,20 +121,26 @@ class Books:
 def train(
     case: Case, rank: int, world: int, books: Books, before: Any = None, steps: range | None = None, of: int = 2
 ) -> tuple[list[Any], Any]:
-    """Train for some steps: alone with all ``of`` slices, or as one of ``world`` with the own one."""
+    """Train for some steps as one of ``world``, each with as many of the ``of`` slices."""
     steps = range(case.steps) if steps is None else steps
-    parts = list(range(of)) if world == 1 else [rank]
+    parts = list(range(rank * of // world, (rank + 1) * of // world))
+    running = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    group = None
+    if world == 1 and running > 1:
+        group = torch.distributed.new_subgroups(1)[0]
+    elif world < running:
+        group = torch.distributed.new_group(list(range(world)), use_local_synchronization=True)
     model = case.model()
     if before is not None:
         model.load_state_dict(before["model"])
-    called = model if world == 1 else case.wrap(model)
+    called = model if world == 1 else case.wrap(model, group)
     optimizer = case.optimizer(called.parameters())
     if before is not None:
-        optimizer.load_state_dict(before["optimizer"])
-    group = None
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        alone = torch.distributed.new_subgroups(1)[0] if world == 1 else None
-        group = alone or (torch.distributed.group.WORLD if case.inner else None)
+        load_optimizer(optimizer, before["optimizer"])
+    if case.inner:
+        group = torch.distributed.group.WORLD
+    elif world > 1:
+        group = None
     accountant = Accountant(
         model if case.inner else called,
         optimizer,
@@ -146,7 +160,7 @@ def train(
                 for some in [[p] for p in parts] if case.apart else [parts]:
                     ids = [i for p in some for i in ids_of(case, step, micro, p)]
                     with opened.microbatch(ids), without_sync(called) if quiet else contextlib.nullcontext():
-                        loss_of(called, case, step, micro, some, of if world == 1 else 1).backward()
+                        loss_of(called, case, step, micro, some, of // world).backward()
             if case.clip is not None:
                 torch.nn.utils.clip_grad_norm_(called.parameters(), case.clip)
             optimizer.step()
@@ -167,14 +181,14 @@ def train(
     state = {
         "accountant": accountant.state_dict() if more else None,
         "model": {k: full(x) for k, x in model.state_dict().items()},
-        "optimizer": optimizer.state_dict() if more else None,
+        "optimizer": full_state(optimizer) if more else None,
     }
     accountant.close(**({"settle": False} if more else {}))
     return found, state
 
 
 def play(case: Case, rank: int, world: int, of: int = 2) -> dict[str, Any]:
-    """Train, perhaps in two parts with different numbers of processes."""
+    """Train, perhaps in two parts with different numbers of processes. Of one process all ranks do the same."""
     books = Books()
     parts = [(world, range(case.steps))]
     if world > 1 and case.worlds is not None:
@@ -182,15 +196,29 @@ def play(case: Case, rank: int, world: int, of: int = 2) -> dict[str, Any]:
     steps: list[Any] = []
     state: Any = None
     for there, some in parts:
-        found, state = train(case, rank, there, books if there == world or rank == 0 else Books(), state, some, of)
+        found: list[Any] = [None] * len(some)
+        if there == 1 or rank < there:
+            found, state = train(case, rank if there > 1 else 0, there, books if rank < there else Books(), state, some, of)
         steps += found
-        if case.worlds is not None and case.worlds[0] != case.worlds[1] and state["accountant"] is not None:
-            every = [state["accountant"]] * world
-            if there > 1:
-                torch.distributed.all_gather_object(every, state["accountant"])
-            state["accountant"] = every if there > 1 else every[:1]
-    weights = list(state["model"].values())
+        if some.stop < case.steps and there != case.worlds[1]:  # type: ignore[index]
+            every: list[Any] = [None] * world
+            torch.distributed.all_gather_object(every, state)
+            state = {**every[0], "accountant": [x["accountant"] for x in every[:there]]}
+    weights = [] if state is None else list(state["model"].values())
     return {"steps": steps, "scores": books.scores, "weights": weights, "accounts": books.accounts}
+
+
+def full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    whole = {i: {k: full(x) if isinstance(x, Tensor) else x for k, x in s.items()} for i, s in state["state"].items()}
+    return {**state, "state": whole}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load whole state into an optimizer whose parameters may be split."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    split = {i: {k: split_like(x, parameters[i]) for k, x in s.items() if x is not None} for i, s in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": split})
 
 
 @contextlib.contextmanager
@@ -212,14 +240,19 @@ def full(p: Tensor) -> Tensor:
 def assembled(found: list[dict[str, Any]], case: Case) -> dict[str, Any]:
     """Put the parts of all ranks together as one process has them: microbatch by microbatch, slice by slice."""
     steps = []
-    for of_ranks in zip(*(x["steps"] for x in found), strict=True):
-        if of_ranks[0]["world"] == 1:
-            steps.append(of_ranks[0])
+    for of_all in zip(*(x["steps"] for x in found), strict=True):
+        world = of_all[0]["world"]
+        if world == 1:
+            steps.append(of_all[0])
             continue
+        of_ranks, each = of_all[:world], len(case.sizes[0]) // world
 
-        def joined(values: list[Tensor]) -> Tensor:
-            pieces = [v.split([row[j] for row in case.sizes]) for j, v in enumerate(values)]
-            return torch.cat([p[micro] for micro in range(len(case.sizes)) for p in pieces])
+        # The rows of every rank by microbatch, a microbatch at a time.
+        sizes = [[sum(row[j * each : (j + 1) * each]) for row in case.sizes] for j in range(world)]
+
+        def joined(values: list[Tensor], sizes: list[list[int]] = sizes) -> Tensor:
+            pieces = [v.split(some) for v, some in zip(values, sizes, strict=True)]
+            return torch.cat([part for of_micro in zip(*pieces, strict=True) for part in of_micro])
 
         for x in of_ranks[1:]:  # what is of all is the same on all, bit for bit
             for what in ("accounts", "losses", "clip", "skipped"):

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks_cases import BY_NAME, CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED
+from ranks_cases import BY_NAME, CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED, RESUMED_FOUR, UNBROKEN
 from ranks_exchanges import ERRORS
 from ranks_job import launch
 from ranks_runs import assembled, differences, play
@@ -81,6 +82,15 @@ def test_resumed_runs_equal_one_process(name: str) -> None:
     assert max(off.values()) < BY_NAME[name].tolerance, off
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(UNBROKEN))
+def test_the_same_number_of_processes_goes_on_bit_for_bit(name: str) -> None:
+    for x in found("resumed", 2):
+        resumed, unbroken = x[name.removesuffix(", unbroken")], x[name]
+        assert repr(resumed["steps"]) == repr(unbroken["steps"]) and resumed["scores"] == unbroken["scores"]
+        assert all(map(torch.equal, resumed["weights"], unbroken["weights"]))
+
+
 @pytest.mark.parametrize("name", names(FSDP))
 def test_fully_shard_equals_one_process(name: str) -> None:
     off = compare("fast", name)
@@ -95,7 +105,7 @@ def test_more_of_fully_shard_equals_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names(FOUR))
+@pytest.mark.parametrize("name", names([*FOUR, *RESUMED_FOUR]))
 def test_four_processes_equal_one(name: str) -> None:
     off = compare("four", name, world=4)
     assert max(off.values()) < BY_NAME[name].tolerance, off
