@@ -20,6 +20,7 @@ from inrun.bench.measure import measure
 from inrun.bench.shape import Shape
 from inrun.cli.main import COMMANDS, cli
 from inrun.cli.text import printable
+from inrun.methods import METHODS
 from inrun.training.loss import next_token_loss
 
 SIZES = {"width": 16, "heads": 2, "layers": 1, "context": 8, "vocab": 50, "batch": 3, "rounds": 1}
@@ -37,36 +38,18 @@ def test_bench_as_json(optimizer: str) -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
     names = [r["name"] for r in data["results"]]
-    assert names[:2] == ["plain", "limit"]
-    assert {"one at a time", "torch.func vmap"} <= set(names)
-    assert any("shared" in n for n in names)
-    assert any("project" in n for n in names)
+    assert names[:2] == ["plain", "floor"]
+    assert set(names[2:]) == {*METHODS, "paper first", "paper second", "one at a time", "torch.func vmap"}
     assert all(r["seconds"] > 0 and r["cpu_seconds"] > 0 and r["peak_bytes"] > 0 for r in data["results"])
     assert data["results"][0]["relative"] == 1.0
     assert data["shape"]["optimizer"] == optimizer
-
-
-def test_bench_tune() -> None:
-    """Every layer shape of the model, in both kinds of pass; the same as a table."""
-    result = CliRunner().invoke(cli, ["bench", *SMALL, "--tune", "--json"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["results"]
-    assert {(r["rows"], r["columns"]) for r in rows} == {(48, 16), (16, 16), (64, 16), (16, 64), (50, 16)}
-    assert {"gram" in r["milliseconds"] for r in rows if r["kind"] == "merged"} == {True}
-    assert {"gram" in r["milliseconds"] for r in rows if r["kind"] == "separate"} == {False}
-    for r in rows:
-        assert r["fastest"] == min(r["milliseconds"], key=r["milliseconds"].get)
-        assert r["model"] in r["milliseconds"] and r["lost"] >= 0 and r["alone"] > 0
-    table = CliRunner().invoke(cli, ["bench", *SMALL, "--tune", "--model", "llama"])
-    assert table.exit_code == 0, table.output
-    assert "cost model" in table.output and "merged" in table.output
 
 
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_bench_of_a_transformers_model_as_a_table(model: str) -> None:
     result = CliRunner().invoke(cli, ["bench", *SMALL, "--model", model, "--slow-rounds", "0"])
     assert result.exit_code == 0, result.output
-    assert "of limit" in result.output
+    assert "of floor" in result.output
     assert "peak memory" in result.output
     assert "vmap" not in result.output
 
@@ -142,7 +125,7 @@ def test_bench_under_conditions(model: str) -> None:
     results = {r.name: r for r in measure(shape, lines, rounds=1, slow_rounds=0)}
     names = ["bf16 autocast", *(["torch.compile"] if model == "gpt" else []), "checkpointing"]
     for name in names:
-        plain, scored = (results[f"{name}: {what}"] for what in ("plain", "first+frozen"))
+        plain, scored = (results[f"{name}: {what}"] for what in ("plain", "first"))
         assert plain.against == "plain"
         assert scored.against == plain.name
         assert scored.relative == pytest.approx(plain.seconds / scored.seconds)
@@ -152,7 +135,7 @@ def test_bench_under_conditions(model: str) -> None:
 def test_bench_of_one_condition_as_a_table() -> None:
     result = CliRunner().invoke(cli, ["bench", *SMALL, "--conditions", "--only", "checkpointing: first"])
     assert result.exit_code == 0, result.output
-    assert "checkpointing: plain" in result.output and "checkpointing: first+frozen" in result.output
+    assert "checkpointing: plain" in result.output and "checkpointing: first" in result.output
     assert "autocast" not in result.output
 
 

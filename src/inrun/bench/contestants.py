@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from inrun.bench.conditions import NONE, Condition, conditions
 from inrun.bench.shape import Shape
 from inrun.engine import Accountant
-from inrun.old.layers.layout import scratch_bytes
-from inrun.old.methods import CREDITS, METHODS
-from inrun.training.loss import next_token_loss
+from inrun.methods import METHODS
+from inrun.paper import GhostScorer
+from inrun.training.gpt import GPT
+from inrun.training.loss import next_token_loss, row_losses
+
+#: Trains one step, given its number; tells the bytes held between steps.
+Running = tuple[Callable[[int], None], Callable[[], int]]
+#: Makes a fresh model and returns its :data:`Running`.
+Make = Callable[[Shape], Running]
 
 
 @dataclass(frozen=True)
@@ -23,8 +29,7 @@ class Entry:
     """A contestant of the table."""
 
     name: str
-    #: Makes a fresh model and returns the step function and a function that tells the bytes held between steps.
-    make: Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]
+    make: Make
     slow: bool = False
     #: The contestant whose throughput its own is relative to.
     against: str = "plain"
@@ -32,9 +37,9 @@ class Entry:
     warm_up: int = 2
 
 
-#: Steps until training with an accountant is in a steady state: checks of rows come at steps 0, 1, 2, 4, 8 and 16 (later ones are
-#: rare), and whole credit's window is 44 steps at β₁ = 0.9.
-SCORED, WHOLE = 17, 48
+#: Steps until training with an accountant is in a steady state: most audits are early, and whole credit's window is 44 steps at
+#: β₁ = 0.9.
+WARM_UP = 48
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -52,19 +57,27 @@ def _update(shape: Shape, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     optimizer.zero_grad()
 
 
-def plain(
-    rows: Callable[[Shape], int], under: Condition = NONE
-) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
-    """Train without scores on ``rows(shape)`` rows, under a condition."""
+def plain(under: Condition = NONE, validation_gradient: bool = False) -> Make:
+    """Train without scores, under a condition.
 
-    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+    Args:
+        under: The condition.
+        validation_gradient: Take the gradient of the validation loss at every step, too, and do nothing with it.
+    """
+
+    def make(shape: Shape) -> Running:
         model = shape.build()
         called = under.prepare(model)
         optimizer = shape.make_optimizer(model)
+        parameters, validation = list(model.parameters()), shape.rows(shape.validation_rows, -1)
 
         def step(number: int) -> None:
+            if validation_gradient:
+                with under.around(shape):
+                    held_out = next_token_loss(called, validation)
+                torch.autograd.grad(held_out, parameters)
             with under.around(shape):
-                loss = next_token_loss(called, shape.rows(rows(shape), number))
+                loss = next_token_loss(called, shape.rows(shape.batch, number))
             loss.backward()
             _update(shape, model, optimizer)
 
@@ -73,12 +86,10 @@ def plain(
     return make
 
 
-def scored(
-    method: str | None, update: str | None, form: str, credit: str = "step", under: Condition = NONE
-) -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
+def scored(method: str, under: Condition = NONE) -> Make:
     """Train with an accountant, under a condition."""
 
-    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+    def make(shape: Shape) -> Running:
         model = shape.build()
         called = under.prepare(model)
         optimizer = shape.make_optimizer(model)
@@ -88,7 +99,7 @@ def scored(
             with under.around(shape):
                 return next_token_loss(m, validation)
 
-        accountant = Accountant(called, optimizer, held_out, method=method, update=update, form=form, credit=credit)
+        accountant = Accountant(called, optimizer, held_out, method=method)
 
         def step(number: int) -> None:
             rows = shape.rows(shape.batch, number)
@@ -98,42 +109,48 @@ def scored(
                 loss.backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: held_bytes(model, optimizer) + scratch_bytes() + accountant.held_bytes()
+        return step, lambda: held_bytes(model, optimizer) + accountant.held_bytes()
 
     return make
 
 
-def merged(update: str, form: str = "auto") -> Callable[[Shape], tuple[Callable[[int], None], Callable[[], int]]]:
-    """Train with an accountant whose steps have the validation rows in their batch."""
+class RowGPT(GPT):
+    """Our GPT with positions looked up for every row, as the paper's algorithms need: the batch is every layer's first dimension."""
 
-    def make(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at every position."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        x = self.drop(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def paper(order: int) -> Make:
+    """Train our GPT with the paper's own algorithms: training and validation rows in one batch."""
+
+    def make(shape: Shape) -> Running:
         model = shape.build()
+        model.__class__ = RowGPT
         optimizer = shape.make_optimizer(model)
         validation = shape.rows(shape.validation_rows, -1)
-        accountant = Accountant(model, optimizer, update=update, form=form)
+        scorer = GhostScorer(model, optimizer, order=order)
 
         def step(number: int) -> None:
-            rows, n = torch.cat([shape.rows(shape.batch, number), validation]), shape.batch
-            with accountant.step(range(number * n, (number + 1) * n), merged=shape.validation_rows) as step:
-                # One loss per position, then two means: logits that are taken apart are put together again in the backward. And
-                # no name for them, which would hold them until then.
-                losses = _losses_of(model(rows[:, :-1]), rows)
-                step.merge(losses[:n].mean(), losses[n:].mean()).backward()
+            n = shape.batch
+            rows = torch.cat([shape.rows(n, number), validation])
+            with scorer.step(range(number * n, (number + 1) * n), validation_rows=shape.validation_rows):
+                losses = row_losses(model, rows)
+                scorer.loss(losses[:n].mean(), losses[n:].mean()).backward()
                 _update(shape, model, optimizer)
 
-        return step, lambda: held_bytes(model, optimizer) + scratch_bytes() + accountant.held_bytes()
+        return step, lambda: held_bytes(model, optimizer)
 
     return make
 
 
-def _losses_of(out: Any, rows: Tensor) -> Tensor:
-    """Return the losses of all positions, ``[n, t]``."""
-    logits = getattr(out, "logits", out)
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
-    return each.view(len(rows), -1)
-
-
-def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+def one_at_a_time(shape: Shape) -> Running:
     """One backward per sample, SGD scores by dot products with the validation gradient."""
     model = shape.build()
     optimizer = shape.make_optimizer(model)
@@ -155,7 +172,7 @@ def one_at_a_time(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int
     return step, lambda: held_bytes(model, optimizer)
 
 
-def vmapped(shape: Shape) -> tuple[Callable[[int], None], Callable[[], int]]:
+def vmapped(shape: Shape) -> Running:
     """Per-sample gradients by torch.func, SGD scores by dot products with the validation gradient."""
     model = shape.build()
     optimizer = shape.make_optimizer(model)
@@ -194,54 +211,31 @@ class _Functional:
         return torch.func.functional_call(self.model, self.values, (rows,))
 
 
+def yardsticks() -> list[Entry]:
+    """Return plain training and the floor: plain training that also takes the gradient of the validation rows at every step."""
+    return [Entry("plain", plain()), Entry("floor", plain(validation_gradient=True))]
+
+
 def entries(shape: Shape) -> list[Entry]:
     """Return the contestants for a shape, the two yardsticks first."""
+    papers = [Entry("paper first", paper(1)), Entry("paper second", paper(2))] if shape.model == "gpt" else []
     return [
-        Entry("plain", plain(lambda s: s.batch)),
-        Entry("limit", plain(lambda s: s.batch + s.validation_rows)),
-        *_ours(shape),
-        *_merged(shape),
-        *(
-            Entry(f"{credit} credit", scored(None, None, "auto", credit), warm_up=WHOLE)
-            for credit in CREDITS
-            if credit not in ("auto", "step")
-        ),
+        *yardsticks(),
+        *(Entry(method, scored(method), warm_up=WARM_UP) for method in METHODS),
+        *papers,
         Entry("one at a time", one_at_a_time, slow=True),
         Entry("torch.func vmap", vmapped, slow=True),
     ]
 
 
 def under_conditions(shape: Shape, backend: str = "inductor") -> list[Entry]:
-    """Return the two yardsticks, first order, and both plain and scored training under every condition, one against the other."""
-    update = "sgd" if shape.optimizer == "sgd" else "frozen"
-    lines = [*entries(shape)[:2], Entry(f"first+{update}", scored("first", update, "auto"), warm_up=SCORED)]
+    """Return the two yardsticks, "first", and both plain and scored training under every condition, one against the other."""
+    lines = [*yardsticks(), Entry("first", scored("first"), warm_up=WARM_UP)]
     for under in conditions(backend):
         yardstick = f"{under.name}: plain"
-        first, whole = scored("first", update, "auto", under=under), scored(None, None, "auto", "whole", under)
+        lines.append(Entry(yardstick, plain(under)))
         lines += [
-            Entry(yardstick, plain(lambda s: s.batch, under)),
-            Entry(f"{under.name}: first+{update}", first, against=yardstick, warm_up=SCORED),
-            Entry(f"{under.name}: whole credit", whole, against=yardstick, warm_up=WHOLE),
+            Entry(f"{under.name}: {method}", scored(method, under), against=yardstick, warm_up=WARM_UP)
+            for method in ("first", "whole")
         ]
     return lines
-
-
-def _merged(shape: Shape) -> list[Entry]:
-    """Return the lines of the merged pass; gram is for one gain per tensor."""
-    chosen = {"first+sgd merged": merged("sgd"), "first+sgd merged gram": merged("sgd", "gram")}
-    if shape.optimizer != "sgd":
-        chosen["first+frozen merged"] = merged("frozen")
-    return [Entry(name, make, warm_up=SCORED) for name, make in chosen.items()]
-
-
-def _ours(shape: Shape) -> list[Entry]:
-    """Return one line per registered method, update and form; with plain SGD the update is "sgd" and no other."""
-    sgd = shape.optimizer == "sgd"
-    real = "sgd" if sgd else "secant"
-    return [
-        Entry(f"{method.name}+{update}{'' if form == 'auto' else f' {form}'}", scored(method.name, update, form), warm_up=SCORED)
-        for method in METHODS.values()
-        for update in (real if update == "real" else update for update in method.benchmarked_with)
-        if update == "sgd" or not sgd
-        for form in method.benchmarked_forms
-    ]

@@ -38,11 +38,11 @@ class Result:
     cpu_seconds: float
     #: Peak bytes of tensors during a step, model and optimizer included.
     peak_bytes: int
-    #: Samples per second relative to plain training (by wall time and by CPU time) and to the limit.
+    #: Samples per second relative to plain training (by wall time and by CPU time) and to the floor.
     relative: float = 0.0
     relative_cpu: float = 0.0
-    of_limit: float = 0.0
-    of_limit_cpu: float = 0.0
+    of_floor: float = 0.0
+    of_floor_cpu: float = 0.0
     #: What it is relative to: plain training, as it is or under the same condition.
     against: str = "plain"
     #: How many steps were timed.
@@ -98,7 +98,7 @@ def measure(
 
     Args:
         shape: Model and batch.
-        contestants: The first must be plain training, the second the limit.
+        contestants: The first must be plain training, the second the floor.
         rounds: Rounds for fast contestants.
         slow_rounds: Rounds in which the slow ones take part.
         tell: Called with the contestant's name and progress, anew for each time that they are made.
@@ -131,7 +131,7 @@ def measure_made(
     """Measure contestants that are made already, whatever they train; see :func:`measure`.
 
     Args:
-        made: Each with its step and the bytes it holds between steps; plain training first, then the limit.
+        made: Each with its step and the bytes it holds between steps; plain training first, then the floor.
         device: Where they run.
         rounds: Rounds for fast contestants.
         slow_rounds: Rounds in which the slow ones take part.
@@ -185,10 +185,10 @@ def pooled(a: Result, b: Result) -> Result:
 
 
 def compared(results: list[Result]) -> list[Result]:
-    """Put throughput relative to that of plain training and of the limit, which are the first two."""
-    named, limit = {r.name: r for r in results}, results[1]
+    """Put throughput relative to that of plain training and of the floor, which are the first two."""
+    named, floor = {r.name: r for r in results}, results[1]
     for r in results:
         first = named[r.against]
         r.relative, r.relative_cpu = first.seconds / r.seconds, first.cpu_seconds / r.cpu_seconds
-        r.of_limit, r.of_limit_cpu = limit.seconds / r.seconds, limit.cpu_seconds / r.cpu_seconds
+        r.of_floor, r.of_floor_cpu = floor.seconds / r.seconds, floor.cpu_seconds / r.cpu_seconds
     return results

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from inrun.bench.contestants import WARM_UP
 from inrun.bench.measure import keep_freed_memory
 from inrun.bench.shape import Shape
-from inrun.errors import ConfigurationError, ProcessError
 from inrun.engine import Accountant
+from inrun.engine.options import Options
+from inrun.errors import ConfigurationError, ProcessError
 from inrun.training.loss import next_token_loss
 from inrun.training.parallel import blocks_of
 from inrun.training.processes import launched
@@ -38,8 +40,6 @@ from inrun.training.processes import launched
 Tell = Callable[[str, int, int], None]
 #: Makes such a function; the first process enters it.
 Telling = Callable[[], AbstractContextManager[Tell]]
-#: Steps before the first that is timed: whole credit's window is 44 steps at β₁ = 0.9.
-WARM_UP = 48
 #: Seconds after which a process that does not answer is given up.
 PATIENCE = 1800.0
 
@@ -58,9 +58,8 @@ class Scaled:
     relative_alone: float
     #: Samples per second of all processes over those of one; N is perfect.
     scaling: float
-    #: Bytes that a process hands to collectives beyond DDP's or FSDP's own: of the median step, by kind, and as computed.
+    #: Bytes that a process hands to collectives beyond DDP's or FSDP's own: of the median step, by kind.
     payload: dict[str, int]
-    computed: dict[str, int]
     #: Bytes that a process sends, by rings.
     wire: float
 
@@ -69,21 +68,16 @@ class Scaled:
         """Return what a process hands to collectives in a step."""
         return sum(self.payload.values())
 
-    @property
-    def computed_bytes(self) -> int:
-        """Return what it should, without meetings and small sums."""
-        return sum(self.computed.values())
-
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "bytes": self.bytes, "computed_bytes": self.computed_bytes}
+        return {**asdict(self), "bytes": self.bytes}
 
 
 class Trainee:
     """A model that one contestant trains: alone, or with the other processes."""
 
-    def __init__(self, shape: Shape, options: dict[str, Any] | None, mode: str, group: Any) -> None:
-        """``options`` are the Accountant's, None for plain training; ``group`` of one process makes it train alone."""
+    def __init__(self, shape: Shape, method: str | None, mode: str, group: Any) -> None:
+        """``method`` is the Accountant's, None for plain training; ``group`` of one process makes it train alone."""
         self.shape, self.rank, self.world = shape, dist.get_rank(), dist.get_world_size()
         self.model = shape.build()
         self.called = self.model if group is not None else _spread(self.model, mode, shape.device)
@@ -94,8 +88,9 @@ class Trainee:
             return next_token_loss(model, held_out)
 
         self.accountant: Accountant | None = None
-        if options is not None:
-            self.accountant = Accountant(self.called, self.optimizer, validation, process_group=group, **options)
+        if method is not None:
+            options = Options(process_group=group)
+            self.accountant = Accountant(self.called, self.optimizer, validation, method=method, options=options)
 
     def train(self, number: int) -> None:
         """Train one step on this process's rows."""
@@ -121,14 +116,10 @@ def _spread(model: nn.Module, mode: str, device: str) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=[device] if device.startswith("cuda") else None)
 
 
-def contestants(shape: Shape) -> dict[str, dict[str, Any] | None]:
-    """Return the Accountant's options by name, plain training first."""
-    update = "sgd" if shape.optimizer == "sgd" else "frozen"
-    return {
-        "plain": None,
-        f"first+{update}": {"method": "first", "update": update, "credit": "step"},
-        "whole credit": {"credit": "whole"},
-    }
+#: The methods by name, plain training first.
+CONTESTANTS = {"plain": None, "first": "first", "whole": "whole"}
+#: What a step exchanged: bytes by kind, and bytes that are sent by rings.
+Exchanged = tuple[dict[str, int], float]
 
 
 def measure_scaling(shape: Shape, rounds: int, mode: str, tell: Tell = lambda name, done, total: None) -> list[Scaled]:
@@ -136,34 +127,32 @@ def measure_scaling(shape: Shape, rounds: int, mode: str, tell: Tell = lambda na
     keep_freed_memory()
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = dist.new_subgroups(1)[0]
-    named = contestants(shape)
-    together = {name: Trainee(shape, options, mode, None) for name, options in named.items()}
-    single = {name: Trainee(shape, options, mode, alone) for name, options in named.items()} if rank == 0 else {}
-    turns = [(name, apart) for name in named for apart in (False, True)]
+    shared = {name: Trainee(shape, method, mode, None) for name, method in CONTESTANTS.items()}
+    single = {name: Trainee(shape, method, mode, alone) for name, method in CONTESTANTS.items()} if rank == 0 else {}
+    turns = [(name, apart) for name in CONTESTANTS for apart in (False, True)]
     mean = dict.fromkeys(turns, 0.0)
-    exchanged: dict[str, list[tuple[dict[str, int], dict[str, int], float]]] = {name: [] for name in named}
+    exchanged: dict[str, list[Exchanged]] = {name: [] for name in CONTESTANTS}
     total = (WARM_UP + rounds) * len(turns)
     for number in range(WARM_UP + rounds):
         first = number % len(turns)
         for i, (name, apart) in enumerate(turns[first:] + turns[:first]):
             tell(f"{name}, {'alone' if apart else f'{world} processes'}", number * len(turns) + i, total)
-            trainee = single.get(name) if apart else together[name]
+            trainee = single.get(name) if apart else shared[name]
             accountant = None if trainee is None or apart else trainee.accountant
-            computed = {} if accountant is None else accountant.expected_communication()
-            seconds = _time_together(trainee, number, shape.device)
+            seconds = _time_slowest(trainee, number, shape.device)
             if number < WARM_UP:
                 continue
             mean[name, apart] += seconds / rounds
             if accountant is not None:
                 found = accountant.communication
-                exchanged[name].append((found.payload, computed, found.wire))
-    for trainee in (*together.values(), *single.values()):
+                exchanged[name].append((found.payload, found.wire))
+    for trainee in (*shared.values(), *single.values()):
         if trainee.accountant is not None:
             trainee.accountant.close(settle=False)
-    return [_result(name, world, mean, exchanged[name]) for name in named]
+    return [_result(name, world, mean, exchanged[name]) for name in CONTESTANTS]
 
 
-def _time_together(trainee: Trainee | None, number: int, device: str) -> float:
+def _time_slowest(trainee: Trainee | None, number: int, device: str) -> float:
     """Return the seconds that the slowest process takes for a step; all begin at once, and those without a model wait."""
     dist.barrier()
     gc.disable()
@@ -178,28 +167,13 @@ def _time_together(trainee: Trainee | None, number: int, device: str) -> float:
     return float(seconds)
 
 
-def _result(
-    name: str,
-    world: int,
-    mean: dict[tuple[str, bool], float],
-    exchanged: list[tuple[dict[str, int], dict[str, int], float]],
-) -> Scaled:
-    # Audited steps exchange more, and so do rough ones: the median step is neither.
-    usual = statistics.median_low(sum(payload.values()) for payload, _, _ in exchanged) if exchanged else 0
-    payload, computed, wire = next((x for x in exchanged if sum(x[0].values()) == usual), ({}, {}, 0.0))
-    together, apart = mean[name, False], mean[name, True]
-    return Scaled(
-        name,
-        world,
-        together,
-        apart,
-        mean["plain", False] / together,
-        mean["plain", True] / apart,
-        world * apart / together,
-        payload,
-        computed,
-        wire,
-    )
+def _result(name: str, world: int, mean: dict[tuple[str, bool], float], exchanged: list[Exchanged]) -> Scaled:
+    # Audited steps exchange more: the median step is not audited.
+    usual = statistics.median_low(sum(payload.values()) for payload, _ in exchanged) if exchanged else 0
+    payload, wire = next((x for x in exchanged if sum(x[0].values()) == usual), ({}, 0.0))
+    shared, apart = mean[name, False], mean[name, True]
+    relative, relative_alone = mean["plain", False] / shared, mean["plain", True] / apart
+    return Scaled(name, world, shared, apart, relative, relative_alone, world * apart / shared, payload, wire)
 
 
 # The processes

@@ -18,7 +18,6 @@ Examples:
   inrun bench --optimizer sgd --no-clip
   inrun bench --width 768 --heads 12 --layers 2 --context 1024 --rounds 50
   inrun bench --conditions                       what bf16, torch.compile and checkpointing do to the ratio
-  inrun bench --tune --context 64                which form each layer would take, and which is fastest here
   inrun bench --processes 2                      two processes with DDP beside one, and the bytes they exchange
   torchrun --nproc-per-node 4 -m inrun bench --fsdp
   inrun bench --model llama --device cuda --dtype bfloat16 --json
@@ -46,7 +45,6 @@ Examples:
     is_flag=True,
     help="Instead: bf16 autocast, torch.compile and checkpointing, plain and scored.",
 )
-@click.option("--tune", is_flag=True, help="Time every form of every layer shape, beside what the cost model would take.")
 @click.option("--processes", type=click.IntRange(2), help="Instead: scaling to so many local processes, a batch for each.")
 @click.option("--fsdp", is_flag=True, help="With --processes or torchrun: fully_shard in place of DistributedDataParallel.")
 @JSON
@@ -57,7 +55,6 @@ def bench(
     only: tuple[str, ...],
     threads: int | None,
     conditions: bool,
-    tune: bool,
     processes: int | None,
     fsdp: bool,
     as_json: bool,
@@ -65,8 +62,8 @@ def bench(
 ) -> None:
     """Measure throughput and memory of scoring beside plain training, on your machine and shape.
 
-    Throughput is relative to plain training with the same optimizer. "limit" is plain training on the batch plus the
-    validation rows: the floor for anything that differentiates the validation loss at every step. With --conditions, lines that
+    Throughput is relative to plain training with the same optimizer. "floor" is plain training that also
+    takes the gradient of the validation rows at every step: the least that anything of this kind can cost. "paper" is inrun.paper. With --conditions, lines that
     begin with a condition are relative to plain training under that condition. With --processes (or under torchrun) every process
     has a batch of its own and one thread, and throughput is relative to plain training in as many processes.
     """
@@ -87,13 +84,10 @@ def bench(
         raise click.UsageError("--fsdp is for several processes: add --processes N, or start with torchrun")
     if threads:
         torch.set_num_threads(threads)
-    if tune:
-        _tune(shape, rounds, as_json)
-        return
     contestants = under_conditions(shape) if conditions else [e for e in entries(shape) if slow_rounds or not e.slow]
     if only:
         chosen = [e for e in contestants if any(part in e.name for part in only)]
-        kept = {"plain", "limit", *(e.name for e in chosen), *(e.against for e in chosen)}
+        kept = {"plain", "floor", *(e.name for e in chosen), *(e.against for e in chosen)}
         contestants = [e for e in contestants if e.name in kept]
     with progress() as tell:
         results = measure(shape, contestants, rounds, slow_rounds, tell)
@@ -101,19 +95,6 @@ def bench(
         _print_json(shape, rounds, [r.as_dict() for r in results])
     else:
         print_table(shape, results, rounds)
-
-
-def _tune(shape: Any, rounds: int, as_json: bool) -> None:
-    from inrun.bench.tune import tune
-    from inrun.cli.bench_table import print_forms
-    from inrun.cli.progress import progress
-
-    with progress() as tell:
-        found = tune(shape, rounds, tell)
-    if as_json:
-        _print_json(shape, rounds, [x.as_dict() for x in found])
-    else:
-        print_forms(shape, found, rounds)
 
 
 def _scale(shape: Any, processes: int | None, rounds: int, mode: str, threads: int, as_json: bool) -> None:

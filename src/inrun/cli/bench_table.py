@@ -8,29 +8,6 @@ from rich.table import Table
 from inrun.bench.measure import Result
 from inrun.bench.scaling import Scaled
 from inrun.bench.shape import Shape
-from inrun.bench.tune import Tuned
-
-
-def print_forms(shape: Shape, found: list[Tuned], rounds: int) -> None:
-    """Print one row per layer shape and kind of pass."""
-    title = (
-        f"{shape.model}, {shape.context} positions, batch {shape.batch} + {shape.validation_rows}, {shape.device} {shape.dtype}; "
-        f"best of {rounds}, weight gradient included"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("pass", "weight", "layers"):
-        table.add_column(name)
-    forms = ("shared", "project", "gram")
-    for name in ("gradient alone", *forms):
-        table.add_column(name, justify="right")
-    for name in ("cost model", "fastest", "lost per step"):
-        table.add_column(name)
-    for x in found:
-        times = [f"{x.milliseconds[form]:.2f} ms" if form in x.milliseconds else "" for form in forms]
-        lost = "" if x.model == x.fastest else f"{x.lost * x.layers:.2f} ms"
-        weight = f"{x.rows} x {x.columns}"
-        table.add_row(x.kind, weight, str(x.layers), f"{x.alone:.2f} ms", *times, x.model, x.fastest, lost)
-    Console(width=max(Console().width, 120)).print(table)
 
 
 def print_table(shape: Shape, results: list[Result], rounds: int) -> None:
@@ -38,7 +15,7 @@ def print_table(shape: Shape, results: list[Result], rounds: int) -> None:
     title = _title(shape, rounds)
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for name in ("step", "of plain", "(CPU time)", "of limit", "(CPU time)", "peak memory", "over plain"):
+    for name in ("step", "of plain", "(CPU time)", "of floor", "(CPU time)", "peak memory", "over plain"):
         table.add_column(name, justify="right")
     peaks = {r.name: r.peak_bytes for r in results}
     for r in results:
@@ -47,7 +24,7 @@ def print_table(shape: Shape, results: list[Result], rounds: int) -> None:
             f"{1e3 * r.seconds:.1f} ms",
             f"{r.relative:.3f}",
             f"{r.relative_cpu:.3f}",
-            *((f"{r.of_limit:.3f}", f"{r.of_limit_cpu:.3f}") if r.against == "plain" else ("", "")),
+            *((f"{r.of_floor:.3f}", f"{r.of_floor_cpu:.3f}") if r.against == "plain" else ("", "")),
             f"{r.peak_bytes / 1e6:.0f} MB",
             f"{(r.peak_bytes - peaks[r.against]) / 1e6:+.1f} MB",
         )
@@ -60,7 +37,7 @@ def print_scaling(shape: Shape, found: list[Scaled], rounds: int, mode: str, thr
     title = f"{_title(shape, rounds)}\n{world} processes ({mode}), {threads} thread(s) each; a batch for every process"
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    names = ("step", "of plain", "step alone", "of plain", f"scaling (of {world})", "exchanged", "computed", "sent by rings")
+    names = ("step", "of plain", "step alone", "of plain", f"scaling (of {world})", "exchanged", "sent by rings")
     for name in names:
         table.add_column(name, justify="right")
     for x in found:
@@ -71,7 +48,7 @@ def print_scaling(shape: Shape, found: list[Scaled], rounds: int, mode: str, thr
             f"{1e3 * x.seconds_alone:.1f} ms",
             f"{x.relative_alone:.3f}",
             f"{x.scaling:.2f}",
-            *((f"{x.bytes:,} B", f"{x.computed_bytes:,} B", f"{x.wire:,.0f} B") if x.payload else ("", "", "")),
+            *((f"{x.bytes:,} B", f"{x.wire:,.0f} B") if x.payload else ("", "")),
         )
     console = Console(width=max(Console().width, 120))
     console.print(table)
