@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.attention
@@ -115,7 +114,7 @@ def scored(method: str, under: Condition = NONE) -> Make:
 
 
 class RowGPT(GPT):
-    """Our GPT with positions looked up for every row, as the paper's algorithms need: the batch is every layer's first dimension."""
+    """Our GPT with positions looked up for every row, as the paper's algorithms need: batches come first everywhere."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next token at every position."""

@@ -62,10 +62,10 @@ def bench(
 ) -> None:
     """Measure throughput and memory of scoring beside plain training, on your machine and shape.
 
-    Throughput is relative to plain training with the same optimizer. "floor" is plain training that also
-    takes the gradient of the validation rows at every step: the least that anything of this kind can cost. "paper" is inrun.paper. With --conditions, lines that
-    begin with a condition are relative to plain training under that condition. With --processes (or under torchrun) every process
-    has a batch of its own and one thread, and throughput is relative to plain training in as many processes.
+    Throughput is relative to plain training with the same optimizer. "floor" is plain training that also takes the gradient of
+    the validation rows at every step: the least that anything of this kind can cost. "paper" is inrun.paper. With --conditions,
+    lines that begin with a condition are relative to plain training under that condition. With --processes (or under torchrun)
+    every process has a batch of its own and one thread, and throughput is relative to plain training in as many processes.
     """
     import torch
 
