@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 BALANCED, COARSE = 0.01, 0.10
 #: What the audited steps must hold of Σ|c_n|, more than this, before they can speak for a run.
 MOST = 0.5
+#: Σ|c_n| is far more than the loss fell from so many times on.
+EXCESS = 100.0
 #: Momentum is much of a fall from this part of it on.
 MUCH = 0.5
 GIVEN = "what the samples were given and taken"

@@ -91,7 +91,7 @@ def refine(scorer: RefiningScorer, outcome: Outcome, step: int, mover: Mover) ->
                 0.8 * RESIDUAL * accounts.abs_sum,
             )
             accounts = scorer.again(step, mover, pieces)
-    accounts.before, accounts.after = before, after
+    accounts.before, accounts.after, accounts.by_tensor = before, after, scorer.by_tensor()
     outcome.accounts, outcome.contributions = accounts, scorer.own_credits()
     return outcome
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,8 @@ from inrun.ledger.record import SettledCredits, Skip
 #: The parts of a step's account, and what else is measured by validation loss.
 PARTS = ("data", "decay", "inherited", "rounding", "momentum")
 MEASURED = (*PARTS, "abs_sum", "before", "after")
+#: Tensors that an account names.
+MOST_TENSORS = 5
 Ids = npt.NDArray[np.int64]
 
 
@@ -98,6 +101,7 @@ def send(
         "failures": outcome.failures,
         "clips": torch.stack([c.reshape(()) for c in clips.values()]) if clips else None,
         **{name: getattr(a, name) for name in MEASURED},
+        "by_tensor": a.by_tensor,
     }
     for j, s in enumerate(outcome.settled):
         tensors |= {f"credit.{j}": s.credit, f"error.{j}": s.error}
@@ -211,18 +215,26 @@ class Arrived:
         rest = [self._mean(name, js) for name in PARTS[1:]]
         return Account(before, after, data, spread, *rest, self.residual(js), self.pending.points)
 
-    def record(self, with_accounts: bool = True) -> StepRecord:
-        """Return the rows of the ledger: one column per validation set, point or fold."""
+    def largest_tensors(self, j: int) -> tuple[list[int], list[float]] | None:
+        """Return the tensors with the largest Σ|contribution|, and their shares of the sum over all; None if not measured."""
+        found = self.found.get("by_tensor")
+        if found is None or self.skipped is not None or not (total := float(found[j].sum())) > 0:
+            return None
+        order = np.argsort(-found[j], kind="stable")[:MOST_TENSORS]
+        return order.tolist(), (found[j][order] / total).tolist()
+
+    def record(self, names: Sequence[str], with_accounts: bool = True) -> StepRecord:
+        """Return the rows of the ledger: one column per validation set, point or fold. ``names`` are those of the tensors."""
         p = self.pending
-        rows = [self._row(j, label) for j, label in enumerate(self.labels)] if with_accounts else []
+        rows = [self._row(j, label, names) for j, label in enumerate(self.labels)] if with_accounts else []
         contributions = self.found.get("contributions")
         values = {}
         if contributions is not None and self.skipped is None:
             values = {str(c): contributions[:, j].astype(np.float32) for j, c in enumerate(self.labels)}
         return StepRecord(p.number, p.ids.numpy(), values, rows, self.settled)
 
-    def _row(self, j: int, label: Label) -> dict[str, object]:
-        p = self.pending
+    def _row(self, j: int, label: Label, names: Sequence[str]) -> dict[str, object]:
+        p, largest = self.pending, self.largest_tensors(j)
         return {
             "step": p.number,
             "validation": str(label),
@@ -230,7 +242,6 @@ class Arrived:
             "loss_after": self._mean("after", [j]),
             "data": self._mean("data", [j]),
             "spread": self._mean("abs_sum", [j]),
-            "optimizer": None,
             "momentum": self._mean("momentum", [j]),
             "decay": self._mean("decay", [j]),
             "inherited": self._mean("inherited", [j]),
@@ -243,6 +254,8 @@ class Arrived:
             "skipped": None if self.skipped is None else self.skipped.text(),
             "lr_by_optimizer": p.rates,
             "clip_by_optimizer": self.clips,
+            "tensors": None if largest is None else [names[i] for i in largest[0]],
+            "tensor_shares": None if largest is None else largest[1],
         }
 
 

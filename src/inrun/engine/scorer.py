@@ -50,6 +50,8 @@ class Accounts:
     before: Tensor | None = None
     after: Tensor | None = None
     points: int | None = None
+    #: Where the losses were measured: Σ|contribution| of the step's own samples by tensor, ``[k, tensors]``.
+    by_tensor: Tensor | None = None
 
     @property
     def explained(self) -> Tensor:
@@ -153,6 +155,10 @@ class RefiningScorer(Scorer):
 
     def abs_sum(self) -> Tensor:
         """Return Σ|credit| of all that the step pays, ``[k]``."""
+        raise NotImplementedError
+
+    def by_tensor(self) -> Tensor:
+        """Return Σ|contribution| of the step's samples by tensor, ``[k, tensors]``."""
         raise NotImplementedError
 
     def slope(self, step: int, mover: Mover, place: float) -> Tensor:

@@ -349,6 +349,23 @@ class WholeScorer(RefiningScorer):
                 found[first : first + len(numbers)] += own[i] * contract(numbers, values, current.sketched.tables[i])
         return found
 
+    def by_tensor(self) -> Tensor:
+        """Return Σ|contribution| of the step's samples by tensor, ``[k, tensors]``."""
+        current = self.current
+        assert current is not None and current.sketched is not None
+        sk, entering, d = self.sketcher, current.entering, current.sketched
+        total = torch.zeros(len(d.flat), len(sk.order), dtype=torch.float64, device=sk.device)
+        for i, memory in enumerate(current.memories):
+            if memory is None:
+                continue
+            here = sk.columns[i]
+            found = entering.rows[:, here] @ d.flat[:, here].t()
+            for j, _, first, numbers, values in entering.tables:
+                if i == j and i in d.tables:
+                    found[first : first + len(numbers)] += contract(numbers, values, d.tables[i])
+            total[:, i] = abs(memory.own) * found.abs().sum(0, dtype=torch.float64)
+        return self.parameters.processes.all_reduced("sums of contributions by tensor", total)
+
     def abs_sum(self) -> Tensor:
         """Return Σ|credit| over all open uses and the step's own."""
         current = self.current

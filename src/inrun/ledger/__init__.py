@@ -1,6 +1,6 @@
 """The ledger: what every step gave every sample, on disk or in memory. Imports no torch."""
 
-from inrun.ledger.about import credit_of
+from inrun.ledger.about import credit_of, method_of
 from inrun.ledger.labels import Label
 from inrun.ledger.memory import MemoryLedger
 from inrun.ledger.reader import LedgerReader
@@ -19,4 +19,5 @@ __all__ = [
     "Skip",
     "StepRecord",
     "credit_of",
+    "method_of",
 ]

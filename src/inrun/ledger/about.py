@@ -42,14 +42,25 @@ def read_about(run: Path) -> dict[str, Any]:
     return dict(about)
 
 
+def method_of(about: Mapping[str, Any]) -> str:
+    """Return the method that scored a run, by its ``run.json``: a name of ``inrun.methods.METHODS``, or what else it says."""
+    method = str(about.get("method", "?"))
+    if "update" not in about:
+        return method
+    # Runs from before there were four methods name the update, and perhaps the credit, beside it.
+    if about.get("credit") == "whole":
+        return "whole"
+    return method if about["update"] == "sgd" and method in ("first", "second") else "step"
+
+
 def credit_of(about: Mapping[str, Any]) -> Literal["whole", "step"]:
-    """Say what the scores of a run add up, by what ``run.json`` says.
+    """Say what the scores of a run add up, by its ``run.json``.
 
     Returns:
         "whole" if a use of a sample earns credit over all later steps, through the optimizer's momentum; "step" if only the step
         itself counts.
     """
-    return "whole" if about.get("credit") == "whole" else "step"
+    return "whole" if method_of(about) == "whole" else "step"
 
 
 def describe_run(about: dict[str, Any]) -> bytes:

@@ -12,15 +12,15 @@ import pyarrow as pa
 
 from inrun.errors import LedgerError
 from inrun.ledger.record import SettledCredits, StepRecord
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, EXTRA
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS
 from inrun.ledger.settled import check_ids, check_step, credit_table
 
 #: Rows that are held in memory at most, whatever ``flush_every`` says.
 MOST_ROWS = 1_000_000
 
 Floats = npt.NDArray[np.float32]
-#: Step, sample ids, validation label, contributions, and by column of ``EXTRA`` what else the step told.
-Column = tuple[int, npt.NDArray[np.int64], str, Floats, dict[str, Floats]]
+#: Step, sample ids, validation label, contributions.
+Column = tuple[int, npt.NDArray[np.int64], str, Floats]
 
 
 class Buffer:
@@ -57,7 +57,7 @@ class Buffer:
 
     def add(self, step: CheckedStep) -> None:
         """Hold one more step."""
-        self._columns += [(step.step, step.sample_ids, label, values, step.extra_of(label)) for label, values in step.columns]
+        self._columns += [(step.step, step.sample_ids, label, values) for label, values in step.columns]
         self._accounts += step.accounts
         self._count += sum(len(values) for _, values in step.columns)
 
@@ -84,17 +84,10 @@ class CheckedStep:
         self.step = check_step(record.step)
         self.sample_ids = check_ids(self.step, record.sample_ids)
         self.columns = [(label, self._column(label, given)) for label, given in record.contributions.items()]
-        self.norms = None if record.norms is None else self._column("norm", record.norms)
-        self.cosines = {label: self._column(label, given) for label, given in record.cosines.items()}
         strange = [row.get("step") for row in record.accounts if row.get("step") != self.step]
         if strange:
             raise LedgerError(f"step {self.step}: an account speaks of step {strange[0]!r}")
         self.accounts = [dict(row) for row in record.accounts]
-
-    def extra_of(self, label: str) -> dict[str, Floats]:
-        """Return what the step told beside the contributions of a label, by column."""
-        found = {"norm": self.norms, "cosine": self.cosines.get(label)}
-        return {name: values for name, values in found.items() if values is not None}
 
     def _column(self, label: str, given: Any) -> npt.NDArray[np.float32]:
         with np.errstate(over="ignore"):
@@ -107,26 +100,17 @@ class CheckedStep:
 
 
 def contribution_table(columns: list[Column]) -> pa.Table:
-    """Return columns as rows of the contributions table, in that order; columns of ``EXTRA`` only where a step told them."""
-    labels = list(dict.fromkeys(label for _, _, label, _, _ in columns))
+    """Return columns as rows of the contributions table, in that order."""
+    labels = list(dict.fromkeys(label for _, _, label, _ in columns))
     place = {label: i for i, label in enumerate(labels)}
-    index = np.concatenate([np.full(len(values), place[label], np.int32) for _, _, label, values, _ in columns])
+    index = np.concatenate([np.full(len(values), place[label], np.int32) for _, _, label, values in columns])
     rows = [
-        pa.array(np.concatenate([np.full(len(values), step, np.int64) for step, _, _, values, _ in columns])),
-        pa.array(np.concatenate([ids for _, ids, _, _, _ in columns])),
+        pa.array(np.concatenate([np.full(len(values), step, np.int64) for step, _, _, values in columns])),
+        pa.array(np.concatenate([ids for _, ids, _, _ in columns])),
         pa.DictionaryArray.from_arrays(pa.array(index), pa.array(labels, pa.string())).cast(pa.string()),
-        pa.array(np.concatenate([values for _, _, _, values, _ in columns])),
+        pa.array(np.concatenate([values for _, _, _, values in columns])),
     ]
-    return with_extra(pa.table(rows, schema=CONTRIBUTIONS), [(len(values), extra) for _, _, _, values, extra in columns])
-
-
-def with_extra(table: pa.Table, pieces: list[tuple[int, dict[str, Floats]]]) -> pa.Table:
-    """Append the columns of ``EXTRA`` that any piece has; ``pieces`` are rows in order: how many, and their values by column."""
-    for wanted in EXTRA:
-        if any(wanted.name in extra for _, extra in pieces):
-            parts = [pa.array(x[wanted.name], wanted.type) if wanted.name in x else pa.nulls(n, wanted.type) for n, x in pieces]
-            table = table.append_column(wanted, pa.chunked_array(parts))
-    return table
+    return pa.table(rows, schema=CONTRIBUTIONS)
 
 
 def parse_flush(given: int | str) -> tuple[int | None, float | None]:

@@ -14,7 +14,6 @@ import pyarrow as pa
 from inrun.errors import LedgerError
 from inrun.ledger.about import credit_of
 from inrun.ledger.answers import answer
-from inrun.ledger.buffer import CheckedStep, with_extra
 from inrun.ledger.labels import set_of
 from inrun.ledger.live import MemoryReader
 from inrun.ledger.memory_scores import Credited, sum_up, uses_of
@@ -34,7 +33,7 @@ class MemoryLedger:
     """Keeps all records of a run in memory and adds them up on demand.
 
     Args:
-        about: What ``run.json`` would say; ``credit`` decides whether uses without a settled credit are pending.
+        about: What ``run.json`` would say; ``method`` decides whether uses without a settled credit are pending.
 
     Attributes:
         about: The same.
@@ -70,17 +69,13 @@ class MemoryLedger:
         return list(dict.fromkeys(label for record in self._records for label in record.contributions))
 
     def contributions(self) -> pa.Table:
-        """Return every contribution, label by label, in the order written; with norm and cosine where steps told them."""
+        """Return every contribution, label by label, in the order written."""
         parts = []
         for label in self._labels():
             steps, ids, values = self._column(label)
             names = pa.DictionaryArray.from_arrays(np.zeros(len(ids), np.int32), pa.array([label])).cast(pa.string())
-            made = pa.table([pa.array(steps), pa.array(ids), names, pa.array(values)], schema=CONTRIBUTIONS)
-            held = [r for r in self._records if label in r.contributions]
-            parts.append(
-                with_extra(made, [(len(r.sample_ids), {} if r.norms is None else CheckedStep(r).extra_of(label)) for r in held])
-            )
-        return pa.concat_tables(parts, promote_options="default").combine_chunks() if parts else CONTRIBUTIONS.empty_table()
+            parts.append(pa.table([pa.array(steps), pa.array(ids), names, pa.array(values)], schema=CONTRIBUTIONS))
+        return pa.concat_tables(parts).combine_chunks() if parts else CONTRIBUTIONS.empty_table()
 
     def credits(self) -> pa.Table:
         """Return every settled credit, in the order settled; empty in the step game."""

@@ -89,7 +89,7 @@ def _refuse_conflicts(samples: pa.Table | None) -> None:
 def _joint_about(readers: list[LedgerReader]) -> dict[str, Any]:
     first = readers[0]
     for other in readers[1:]:
-        for key in ("run_id", "method", "update", "credit"):
+        for key in ("run_id", "method", "sketch"):
             if other.about.get(key) != first.about.get(key):
                 raise LedgerError(
                     f"{first.path} and {other.path} differ in {key} ({first.about.get(key)!r} and {other.about.get(key)!r}); "

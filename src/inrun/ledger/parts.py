@@ -13,14 +13,16 @@ import pyarrow.parquet as pq
 
 from inrun.errors import LedgerError
 from inrun.ledger.manifest import Part, check_relative
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS, EXTRA
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
 
 #: Bytes of a part from which reading it in several threads pays.
 THREADS_FROM = 1 << 20
 #: Tables whose columns are fixed; the user chooses those of the samples.
 FIXED = {"contributions": CONTRIBUTIONS, "credits": CREDITS, "accounts": ACCOUNTS}
 #: Columns of the accounts that books of an older release may lack.
-NEWEST = ("lr_by_optimizer", "clip_by_optimizer", "inherited", "points", "rounding")
+NEWEST = ("lr_by_optimizer", "clip_by_optimizer", "inherited", "points", "rounding", "tensors", "tensor_shares")
+#: Columns that parts of an older release may have.
+GONE = ("optimizer", "norm", "cosine")
 
 
 def to_parquet(table: pa.Table) -> bytes:
@@ -40,10 +42,7 @@ def read_part(table: str, file: str) -> pa.Table:
     """Read the file of a part of a table, checksums included, with that table's columns."""
     with pq.ParquetFile(file, page_checksum_verification=True) as opened:
         found = opened.read(use_threads=os.path.getsize(file) > THREADS_FROM)
-    if table not in FIXED:
-        return found
-    extra = [field for field in EXTRA if table == "contributions" and field.name in found.column_names]
-    return _with_columns(found, pa.schema([*FIXED[table], *extra]))
+    return _with_columns(found, FIXED[table]) if table in FIXED else found
 
 
 def steps_of(run: Path, part: Part) -> list[int]:
@@ -64,14 +63,12 @@ def complete_rows(table: pa.Table, end: int | None) -> pa.Table:
 
 
 def has_columns(table: str, schema: pa.Schema) -> bool:
-    """Whether a part has the columns of its table; an older release left out some of the newest."""
+    """Whether a part has the columns of its table; an older release left out some of the newest, and had others."""
     wanted = FIXED.get(table)
-    if wanted is not None and table == "contributions":
-        wanted = pa.schema([*wanted, *(field for field in EXTRA if field.name in schema.names)])
     if wanted is None or schema.equals(wanted):
         return True
-    older = [field for field in wanted if field.name not in NEWEST or field.name in schema.names]
-    return table == "accounts" and schema.equals(pa.schema(older))
+    older = [field for field in wanted if table != "accounts" or field.name not in NEWEST or field.name in schema.names]
+    return pa.schema([field for field in schema if field.name not in GONE]).equals(pa.schema(older))
 
 
 def _with_columns(found: pa.Table, schema: pa.Schema) -> pa.Table:

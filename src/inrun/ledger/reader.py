@@ -128,10 +128,7 @@ class LedgerReader:
         """Write what this object holds back, before it is read: nothing, for a reader."""
 
     def contributions(self) -> pa.Table:
-        """Return every contribution, in the order written, with ``norm`` and ``cosine`` where a step told them (``extra=``).
-
-        Loads all of it: for large runs use :meth:`tables`.
-        """
+        """Return every contribution, in the order written. Loads all of it: for large runs use :meth:`tables`."""
         return self._read("contributions", CONTRIBUTIONS)
 
     def credits(self) -> pa.Table:

@@ -73,9 +73,6 @@ class StepRecord:
     accounts: list[dict[str, Any]] = field(default_factory=list)
     #: What was settled when this step was finished: uses of earlier steps, or of this one.
     settled: tuple[SettledCredits, ...] = ()
-    #: Where they were asked for: norms of the samples' parts of the gradient ``[n]``, their cosines per validation label ``[n]``.
-    norms: npt.NDArray[np.float32] | None = None
-    cosines: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 class LedgerWriter(Protocol):

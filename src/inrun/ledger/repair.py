@@ -342,7 +342,7 @@ def _mend_about(run: Path, run_id: str | None, files: Files, done: Repair) -> No
         raise LedgerError(f"{run} has neither run.json nor a whole manifest left; nothing in it can be trusted")
     if not usable:
         _move(run, "run.json", files, done)
-        known = {"schema": SCHEMA, "run_id": run_id, "sign": SIGN, "unit": UNIT, "method": "unknown", "update": "unknown"}
+        known = {"schema": SCHEMA, "run_id": run_id, "sign": SIGN, "unit": UNIT, "method": "unknown"}
         write_durably(files, path, json.dumps(known, indent=2).encode() + b"\n")
         done.notes.append("run.json was damaged and written anew; method, update and model of the run are no longer known")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -7,9 +7,6 @@ import pyarrow as pa
 CONTRIBUTIONS = pa.schema(
     [("step", pa.int64()), ("sample_id", pa.int64()), ("validation", pa.string()), ("contribution", pa.float32())]
 )
-#: Columns that contributions have beside these in parts of steps that told them (``extra=``): the norm of the sample's part of the
-#: gradient, the same for all validation labels, and its cosine with the validation gradient. Null where a step did not tell.
-EXTRA = pa.schema([("norm", pa.float32()), ("cosine", pa.float32())])
 #: ``step`` and ``row`` are those of the use; ``error`` is the standard error of the credit's estimate.
 CREDITS = pa.schema(
     [
@@ -30,7 +27,6 @@ ACCOUNTS = pa.schema(
         ("loss_after", pa.float64()),
         ("data", pa.float64()),
         ("spread", pa.float64()),
-        ("optimizer", pa.float64()),
         ("momentum", pa.float64()),
         ("decay", pa.float64()),
         ("residual", pa.float64()),
@@ -44,8 +40,11 @@ ACCOUNTS = pa.schema(
         # Of runs that keep whole credit: momentum from before scoring began, and points of the quadrature along the move.
         ("inherited", pa.float64()),
         ("points", pa.int64()),
-        # Of runs of the engine that books the moves of entries whose gradient is only rounding.
+        # What entries moved whose batch gradient is nothing but floating-point cancellation.
         ("rounding", pa.float64()),
+        # Where the fall was measured: the tensors with the largest Σ|credit| of the step's own samples, and their shares.
+        ("tensors", pa.list_(pa.string())),
+        ("tensor_shares", pa.list_(pa.float64())),
     ]
 )
 SCORES = pa.schema(

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from inrun.errors import ConfigurationError, LedgerError
 from inrun.ledger.about import credit_of
 from inrun.ledger.labels import by_set, sets_of_accounts
 from inrun.ledger.record import SettledCredits
-from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS, EXTRA
+from inrun.ledger.schema import ACCOUNTS, CONTRIBUTIONS, CREDITS
 from inrun.ledger.settled import check_settlement, credit_table
 from inrun.ledger.uses import show_contributions, show_credits, show_settled_steps
 
@@ -109,14 +108,12 @@ class Tables:
     def _offer(self, table: str, schema: pa.Schema, view: str | None = None) -> list[str]:
         """Make a view over the files of a table, with its name or another; return its columns, none if it has no files."""
         view = view or table
-        plain = self.run.files(table)
-        files = [glob.escape(f) for f in plain]
+        files = [glob.escape(f) for f in self.run.files(table)]
         if not files:
             self.connection.from_arrow(schema.empty_table()).create_view(view)
             return []
-        # Parts of contributions are alike, unless some steps told more (``extra=``).
-        by_name = table not in ("contributions", "credits") or _has_extra(plain)
-        relation = self.connection.read_parquet(files, union_by_name=by_name)
+        # Parts of contributions and of credits are alike.
+        relation = self.connection.read_parquet(files, union_by_name=table not in ("contributions", "credits"))
         if self._end is not None and "step" in schema.names:
             relation = relation.filter(f"step < {self._end}")
         if set(schema.names) <= set(relation.columns):
@@ -182,14 +179,6 @@ class Tables:
                 f"the samples have no column {name!r}; they have {some([c for c in self.columns if c != 'sample_id'])}"
             )
         return quoted(name)
-
-
-def _has_extra(files: Sequence[str]) -> bool:
-    """Whether a part of the contributions has more columns than all have."""
-    try:
-        return any(set(EXTRA.names) & set(pq.read_schema(file).names) for file in files)
-    except (OSError, pa.ArrowException):
-        return False  # DuckDB is about to say what is wrong with it
 
 
 def some(names: Sequence[str], most: int = 12) -> str:
