@@ -7,6 +7,7 @@ import unicodedata
 from typing import TYPE_CHECKING, Any
 
 from inrun.analysis.queries import NO_VALUE, Info
+from inrun.ledger import method_of
 
 if TYPE_CHECKING:
     from inrun.analysis.curate import Curation
@@ -22,8 +23,8 @@ def card_of(c: Curation, found: Info, fmt: str) -> str:
         "# A curated training set\n",
         f"{c.share()}.\n",
         f"- Rule: {_shown_words(c.rule)}",
-        f"- Scored by inrun (In-Run Data Shapley) with method {_shown(about.get('method', '?'))}, update "
-        f"{_shown(about.get('update', '?'))}, model {_shown(about.get('model', 'not named'))}; "
+        f"- Scored by inrun (In-Run Data Shapley) with method {_shown(method_of(about))}, "
+        f"model {_shown(about.get('model', 'not named'))}; "
         f"run {_shown(about.get('run_id', '?'))}",
         *_credit_line(found),
         f"- Sign and unit: {_shown(about.get('sign', '?'))}; {_shown(about.get('unit', '?'))}",

@@ -1,4 +1,4 @@
-"""Single samples that hold an outsized part of what all samples of a run were given and taken."""
+"""Single samples that hold a large part of what all samples of a run were given and taken."""
 
 # ruff: noqa: S608 - queries are put together from our own pieces; values are bound
 
@@ -25,8 +25,8 @@ FACTOR, LEAST_SHARE, LEAST_TIMES = 5.0, 0.005, 100.0
 LARGE_SHARE, LARGE_TIMES = 0.05, 20.0
 #: A sample is an outlier of its step from this many times an even share on (half of a small step); else the step itself is large.
 OUTLIER = 4.0
-#: Samples that are named in a set.
-MOST_SAMPLES = 10
+#: Samples that are named in a set: those that stand out, and the largest whether they stand out or not.
+MOST_SAMPLES, MOST_LARGEST = 10, 3
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,34 @@ class OutsizedSample:
     why: list[str]
 
 
-def samples_in_table(uses: pa.Table, value: str = VALUE) -> dict[str, list[OutsizedSample]]:
-    """Return the outsized samples of every validation set in a table with step, sample_id, validation and a value."""
+@dataclass(frozen=True)
+class LargeSample:
+    """A sample with a large part of Σ|c|, and what it got in all; positive = it lowered the loss."""
+
+    sample_id: int
+    share: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a validation set that hold much of Σ|c|, the largest first: those that stand out, and the largest of all."""
+
+    outsized: list[OutsizedSample]
+    largest: list[LargeSample]
+
+
+def samples_in_table(uses: pa.Table, value: str = VALUE) -> dict[str, Samples]:
+    """Return the large samples of every validation set in a table with step, sample_id, validation and a value."""
     import duckdb
 
     with duckdb.connect(":memory:", config={"threads": 1}) as connection:
         connection.from_arrow(uses).create_view(USES)
-        return outsized_samples(connection, by_set(uses["validation"].unique().to_pylist()), value=value)
+        return large_samples(connection, by_set(uses["validation"].unique().to_pylist()), value=value)
 
 
-def outsized_samples(
-    connection: Any, sets: dict[str, list[str]], view: str = USES, value: str = VALUE
-) -> dict[str, list[OutsizedSample]]:
-    """Return the outsized samples of validation sets, the largest first.
+def large_samples(connection: Any, sets: dict[str, list[str]], view: str = USES, value: str = VALUE) -> dict[str, Samples]:
+    """Return the samples of validation sets that hold much of Σ|c|.
 
     Args:
         connection: DuckDB's, with the view.
@@ -71,7 +86,7 @@ def outsized_samples(
     return {name: _of_set(connection, labels, view, value) for name, labels in sets.items()}
 
 
-def _of_set(connection: Any, labels: list[str], view: str, value: str) -> list[OutsizedSample]:
+def _of_set(connection: Any, labels: list[str], view: str, value: str) -> Samples:
     used = (
         f"SELECT step, sample_id, {value}::DOUBLE AS c FROM {view} WHERE list_contains($labels, validation) AND isfinite({value})"
     )
@@ -84,13 +99,15 @@ def _of_set(connection: Any, labels: list[str], view: str, value: str) -> list[O
     )
     try:
         samples, whole, uses = connection.execute("SELECT count(*), sum(held), sum(uses) FROM sample_parts").fetchone()
-        if samples < LEAST_SAMPLES or not whole > 0:
-            return []
-        found = _far_out(connection, samples, whole)
+        if not samples or not whole > 0:
+            return Samples([], [])
+        first = f"SELECT sample_id, held, total FROM sample_parts ORDER BY held DESC, sample_id LIMIT {MOST_LARGEST}"
+        largest = [LargeSample(i, held / whole, total) for i, held, total in connection.execute(first).fetchall()]
+        found = [] if samples < LEAST_SAMPLES else _far_out(connection, samples, whole)
         at = _step_sums(connection, used, labels, {row[-2] for row in found})
     finally:
         connection.execute("DROP TABLE sample_parts")
-    return [_sample(row, samples, whole, uses / samples, at) for row in found]
+    return Samples([_sample(row, samples, whole, uses / samples, at) for row in found], largest)
 
 
 def _far_out(connection: Any, samples: int, whole: float) -> list[tuple[Any, ...]]:

@@ -23,7 +23,7 @@ RULE = (
 )
 MOMENTUM = {
     "step": "momentum carries the pushes of earlier samples on; that part of the fall is in the "
-    "optimizer's account and is not shared out here",
+    "account of momentum and is not shared out here",
     "whole": "what momentum carries on is credited to the samples that pushed; weight decay, momentum from before scoring began "
     "and the residual are not shared out here",
 }
@@ -189,7 +189,7 @@ def shares(
 
 def _accounts(accounts: pa.Table) -> tuple[float | None, float | None, int]:
     """Return fall, data and the number of audited steps of a set."""
-    found = summarise(accounts, "", "").sets
+    found = summarise(accounts, "").sets
     if not found or not found[0].audited:
         return None, None, 0
     return found[0].fall, found[0].data, found[0].audited

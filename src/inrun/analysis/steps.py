@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,10 @@ FIGURES = (
     "loss_after",
     "data",
     "spread",
-    "optimizer",
     "momentum",
     "decay",
     "inherited",
+    "rounding",
     "residual",
     "points",
     "lr",
@@ -38,6 +38,8 @@ NOISE, LEAST_FACTOR, MOST_FACTOR = 5.0, 3.0, 10.0
 SMALL = 2.0
 #: What steps that stand out must hold of Σ|c|: one of them alone, or all together.
 ALONE, TOGETHER = 0.005, 0.02
+#: Tensors that are named.
+MOST_TENSORS = 5
 #: The part of the steps whose share is always told.
 TOP = 0.03
 #: The first steps of a run: these many, or this part of them.
@@ -94,6 +96,30 @@ class OutsizedStep:
     audited: bool
     #: The likely reasons, in plain words.
     why: list[str]
+
+
+@dataclass(frozen=True)
+class LargeTensor:
+    """A tensor of the model, and its part of Σ|c| over the steps whose fall was measured."""
+
+    name: str
+    share: float
+
+
+def largest_tensors(steps: Iterable[tuple[float | None, Sequence[str] | None, Sequence[float] | None]]) -> list[LargeTensor]:
+    """Return the tensors with the largest parts of Σ|c|, the largest first.
+
+    Args:
+        steps: Σ|c| of steps, and of each the tensors that its account names, with their shares.
+    """
+    held: dict[str, float] = {}
+    total = 0.0
+    for spread, names, shares in steps:
+        if spread and names and shares:
+            total += spread
+            for name, share in zip(names, shares, strict=True):
+                held[name] = held.get(name, 0.0) + spread * share
+    return [LargeTensor(name, x / total) for name, x in sorted(held.items(), key=lambda e: -e[1])[:MOST_TENSORS]]
 
 
 def audited_share(steps: Steps, audited: npt.NDArray[np.bool_]) -> float | None:

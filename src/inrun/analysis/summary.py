@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from inrun.analysis.outliers import OutsizedSample, outsized_samples, samples_in_table
-from inrun.analysis.steps import FIGURES, OutsizedStep, Steps, audited_share, outsized_steps, top_steps
-from inrun.analysis.verdict import advice as advice  # known by this place
-from inrun.analysis.verdict import advise, game_of, judge, percent
-from inrun.ledger import LedgerReader
+from inrun.analysis.outliers import LargeSample, OutsizedSample, Samples, large_samples, samples_in_table
+from inrun.analysis.steps import (
+    FIGURES,
+    LargeTensor,
+    OutsizedStep,
+    Steps,
+    audited_share,
+    largest_tensors,
+    outsized_steps,
+    top_steps,
+)
+from inrun.analysis.verdict import advise, far_exceeds, judge, percent
+from inrun.ledger import LedgerReader, method_of
 from inrun.ledger.labels import sets_of_accounts
 from inrun.ledger.reader import reader_of
 
@@ -23,8 +31,8 @@ from inrun.ledger.reader import reader_of
 MOST_PAGES = 20
 #: A sample is a reason for a step's size from this part of it on.
 MUCH = 0.25
-#: The accounts beside data; which of them a step has depends on the game.
-PARTS = ("optimizer", "momentum", "decay", "inherited", "residual")
+#: The accounts beside data; which of them a step has depends on the method.
+PARTS = ("momentum", "decay", "inherited", "rounding", "residual")
 #: Outsized steps that are kept, and audited steps with the largest residuals.
 MOST_STEPS, MOST_WORST = 20, 5
 
@@ -54,15 +62,21 @@ class SetSummary:
     data: float
     #: Standard error of ``data`` over the folds; None for a set without.
     data_error: float | None
-    #: None where the optimizer's own part was not measured, or its parts cannot be told apart; always so under whole credit.
-    optimizer: float | None
+    #: None where the method has no such account. ``momentum`` is of ``method="step"``: the part that earlier gradients moved.
     momentum: float | None
     decay: float | None
     #: Whole credit: momentum from before scoring began.
     inherited: float | None
+    #: Moves of entries whose batch gradient is nothing but floating-point cancellation.
+    rounding: float | None
     residual: float | None
     #: Σ|residual| / Σ|c_n| over the audited steps: the figure of merit.
     relative_residual: float | None
+    #: Σ|residual| and Σ|c_n|, each over Σ|fall|, over the same steps; None where no step's loss changed.
+    residual_to_fall: float | None
+    spread_to_fall: float | None
+    #: Whether Σ|c_n| far exceeds what the loss fell.
+    exceeds: bool
     #: What all scored steps, audited or not, paid the samples: the sum of the scores. None where a step does not say.
     scores_sum: float | None
     #: What the audited steps hold of Σ|c_n| over all scored steps; None where that is not known.
@@ -79,6 +93,9 @@ class SetSummary:
     outsized_share: float = 0.0
     #: Samples that hold an outsized part; None where nobody looked.
     samples: list[OutsizedSample] | None = None
+    #: The tensors and the samples with the largest parts of Σ|c_n|.
+    largest_tensors: list[LargeTensor] = field(default_factory=list)
+    largest_samples: list[LargeSample] = field(default_factory=list)
     #: The verdict in a word, in a few words, and in full; and what to do.
     state: str = ""
     short: str = ""
@@ -91,15 +108,12 @@ class Summary:
     """The accounts of a run; ``str()`` gives a page for people, ``as_dict()`` plain data."""
 
     method: str
-    update: str
     sets: list[SetSummary]
-    #: "whole": samples are paid over all steps that their gradients move; "step": in their own step only.
-    credit: str = "step"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
         sets = [asdict(s) for s in self.sets]
-        return {"method": self.method, "update": self.update, "credit": self.credit, "validation_sets": sets}
+        return {"method": self.method, "validation_sets": sets}
 
     def __str__(self) -> str:
         """Return the page."""
@@ -117,29 +131,23 @@ class Summary:
         return summary_html(self)
 
 
-def summarise(
-    accounts: pa.Table,
-    method: str,
-    update: str,
-    credit: str = "step",
-    uses: pa.Table | Mapping[str, list[OutsizedSample]] | None = None,
-) -> Summary:
+def summarise(accounts: pa.Table, method: str, uses: pa.Table | Mapping[str, Samples] | None = None) -> Summary:
     """Add up the accounts of a run, one summary per validation set; see :class:`SetSummary` for points and folds.
 
     Args:
         accounts: One row per step and validation label; columns that older books lack count as empty.
         method: Of the run.
-        update: Of the run.
-        credit: The game that was scored, "whole" or "step".
         uses: What every use of a sample was worth (step, sample_id, validation, contribution), to find samples that hold an
             outsized part; or those found already, by validation set. None: nobody looks.
     """
     samples = samples_in_table(uses) if isinstance(uses, pa.Table) else uses
-    found = Summary(method, update, [], credit)
+    found = Summary(method, [])
     for name, rows in _rows_by_set(accounts).items():
         steps = _columns(rows)
-        error = _fold_error([rows[step] for step in steps.step[steps.audited].tolist()])
-        found.sets.append(summarise_set(name, steps, method, update, credit, None if samples is None else samples.get(name), error))
+        measured = [rows[step] for step in steps.step[steps.audited].tolist()]
+        tensors = largest_tensors((r["spread"], r.get("tensors"), r.get("tensor_shares")) for some in measured for r in some)
+        large = None if samples is None else samples.get(name, Samples([], []))
+        found.sets.append(summarise_set(name, steps, method, large, tensors, _fold_error(measured)))
     return found
 
 
@@ -162,30 +170,32 @@ def summarise_run(source: LedgerReader | str | Path) -> Summary:
     reader = reader_of(source)
     with reader.tables() as tables:
         few = dict(list(tables.sets().items())[:MOST_PAGES])
-        samples = outsized_samples(tables.connection, few)
-    method, update = (str(reader.about.get(key, "?")) for key in ("method", "update"))
-    return summarise(reader.accounts(), method, update, game_of(reader.about), samples)
+        samples = large_samples(tables.connection, few)
+    return summarise(reader.accounts(), method_of(reader.about), samples)
 
 
 def summarise_set(
     name: str,
     steps: Steps,
     method: str,
-    update: str,
-    credit: str = "step",
-    samples: list[OutsizedSample] | None = None,
+    samples: Samples | None = None,
+    tensors: Sequence[LargeTensor] = (),
     data_error: float | None = None,
 ) -> SetSummary:
     """Add up the steps of one validation set and judge them."""
     audited = steps.audited
     measured = audited & ~np.isnan(steps["residual"])
     booked = bool(audited.any()) and bool((measured == audited).all())
-    none = {"optimizer", "momentum"} if credit == "whole" else {"inherited"}
-    parts = {key: steps.total(key, measured) if booked and key not in none else None for key in PARTS}
+    none = {"whole": "momentum", "step": "inherited"}.get(method)
+    parts = {key: steps.total(key, measured) if booked and key != none else None for key in PARTS}
+    if booked and parts["rounding"] is None and not np.isnan(steps["rounding"][measured]).all():
+        parts["rounding"] = math.fsum(np.nan_to_num(steps["rounding"][measured]))  # steps that had none may not book it
     off = np.abs(steps["residual"])
     spread = math.fsum(np.nan_to_num(steps["spread"][measured]))
+    falls = math.fsum(np.abs(steps["loss_before"] - steps["loss_after"])[measured])
+    losses = math.fsum(np.abs(steps["loss_before"][measured]))
     order = sorted(np.flatnonzero(measured).tolist(), key=lambda i: -off[i])[:MOST_WORST]
-    outsized = _with_samples(outsized_steps(steps), samples or [])
+    outsized = _with_samples(outsized_steps(steps), samples.outsized if samples else [])
     count, share = top_steps(steps)
     points = steps["points"][~np.isnan(steps["points"])]
     found = SetSummary(
@@ -196,12 +206,15 @@ def summarise_set(
         fall=math.fsum((steps["loss_before"] - steps["loss_after"])[audited]),
         data=math.fsum(np.nan_to_num(steps["data"][audited])),
         data_error=data_error,
-        optimizer=parts["optimizer"],
         momentum=parts["momentum"],
         decay=parts["decay"],
         inherited=parts["inherited"],
+        rounding=parts["rounding"],
         residual=parts["residual"],
         relative_residual=math.fsum(off[measured]) / spread if spread > 0 else None,
+        residual_to_fall=math.fsum(off[measured]) / falls if falls > 0 else None,
+        spread_to_fall=spread / falls if falls > 0 else None,
+        exceeds=far_exceeds(spread, falls, losses),
         scores_sum=steps.total("data", steps.scored),
         audited_share=audited_share(steps, measured if measured.any() else audited),
         top_steps=count,
@@ -211,11 +224,13 @@ def summarise_set(
         outsized=outsized[:MOST_STEPS],
         outsized_steps=len(outsized),
         outsized_share=math.fsum(s.share for s in outsized),
-        samples=samples,
+        samples=None if samples is None else samples.outsized,
+        largest_tensors=list(tensors),
+        largest_samples=[] if samples is None else samples.largest,
     )
-    verdict = judge(found, method, update, credit)
+    verdict = judge(found, method)
     found.state, found.short, found.verdict = verdict.state, verdict.short, verdict.words
-    found.advice = advise(found, verdict.state, method, update, credit)
+    found.advice = advise(found, verdict.state, method)
     return found
 
 

@@ -16,13 +16,12 @@ def summary_html(summary: Summary) -> str:
 
 
 def _set_html(s: SetSummary, summary: Summary) -> str:
-    whole = summary.credit == "whole"
     rows = [
         (name, "not measured" if value is None else value, "" if value is None or not s.fall else _share(value / s.fall), what)
-        for name, value, what in accounts_of(s, whole)
+        for name, value, what in accounts_of(s, summary.method)
     ]
     books = table(("account", "value", "of the fall", "what it is"), rows, signed=("value",))
-    said = [*sums(s, whole), *standing_out(s), s.verdict, *(f"→ {line}" for line in s.advice)]
+    said = [*sums(s, summary.method == "whole"), *standing_out(s), s.verdict, *(f"→ {line}" for line in s.advice)]
     return block(heading(s, summary), books, lines(said))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from inrun.methods import METHODS
+from inrun.methods import REAL
 
 if TYPE_CHECKING:
     from inrun.analysis.summary import SetSummary
@@ -23,14 +23,18 @@ GIVEN = "what the samples were given and taken"
 WHOLE_STORY = "every push belongs to a sample, and the samples' credits add up to what the model learned"
 
 
-def game_of(about: dict[str, Any]) -> str:
-    """Return the game that a run was scored by, from its ``run.json``: "whole" credit, or the game of single steps."""
-    return "whole" if about.get("credit") == "whole" else "step"
+def far_exceeds(spread: float, falls: float, losses: float) -> bool:
+    """Whether Σ|c_n| is far more than the loss fell, over steps with Σ|fall| and Σ|loss|. Float32 shows no smaller falls."""
+    return spread > EXCESS * max(falls, 1e-6 * losses)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A judgement: ``state`` is "balanced", "rough", "coarse", "thin" (too little was audited), "unmeasured" or "nothing"."""
+    """A judgement.
+
+    ``state`` is "balanced", "rough", "coarse", "cancelling" (Σ|c| far exceeds the fall), "thin" (too little was audited),
+    "unmeasured" or "nothing".
+    """
 
     state: str
     #: The judgement in a few words, for a card or a table.
@@ -38,7 +42,7 @@ class Verdict:
     words: str
 
 
-def judge(s: SetSummary, method: str, update: str, credit: str) -> Verdict:
+def judge(s: SetSummary, method: str) -> Verdict:
     """Say in plain words what the books of a set are worth."""
     relative, share = s.relative_residual, s.audited_share
     if relative is None and s.audited and share is None and s.residual is not None:
@@ -48,12 +52,18 @@ def judge(s: SetSummary, method: str, update: str, credit: str) -> Verdict:
     if relative is None:
         words = "No audited step measured the residual, so nothing says how far the method is off."
         return Verdict("unmeasured", "no audited step measured the residual", words)
-    size = f"The residual is {percent(relative)} of {GIVEN}"
+    of_fall = "" if s.residual_to_fall is None else f" and {percent(s.residual_to_fall)} of the fall"
+    size = f"The residual is {percent(relative)} of {GIVEN}{of_fall}"
     if share != 1.0:
         size += " on the audited steps" + ("" if share is None else f", which hold {percent(share)} of that over the run")
     if relative > COARSE:
-        what = "the quadrature" if credit == "whole" else f"{method}+{update}"
-        return Verdict("coarse", "too coarse for these steps", f"{size}: {what} is too coarse for steps of this size.")
+        what = f'the SGD step that method="{method}" assumes is not the step that was taken'
+        what = "the quadrature is too coarse for steps of this size" if method in REAL else what
+        return Verdict("coarse", "too coarse for these steps", f"{size}: {what}.")
+    if s.exceeds:
+        times = "far more than" if s.spread_to_fall is None else f"{s.spread_to_fall:,.0f} times"
+        words = f"{GIVEN[0].upper()}{GIVEN[1:]} is {times} what the loss fell: the scores nearly cancel. {size}."
+        return Verdict("cancelling", f"scores nearly cancel: Σ|c| is {times} the fall", words)
     if share is None or share <= MOST:
         known = "an unknown part" if share is None else percent(share)
         words = f"The audited steps hold {known} of {GIVEN}: too little to judge. On them the residual is {percent(relative)}."
@@ -68,13 +78,18 @@ def judge(s: SetSummary, method: str, update: str, credit: str) -> Verdict:
     return Verdict("rough", "ranks hold, sums are rough", f"{size}: ranks hold, sums are off by about that much.")
 
 
-def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> list[str]:
+def advise(s: SetSummary, state: str, method: str) -> list[str]:
     """Say what to do about it, the most useful first; nothing for calm books that balance."""
     found = []
     if state in ("thin", "unmeasured"):
         found.append("Audit more often (audit_every=1 audits every step; of `inrun train`, scoring.audit_every=1).")
     if state in ("rough", "coarse"):
-        found.append(advice(method, update, credit))
+        found.append(advice(method))
+    if s.exceeds:
+        found.append(
+            "Look at the tensors that are named: where their gradients are noise, leave them out (parameters=); where samples pull "
+            "against each other, order samples by score and do not read single scores as parts of the fall."
+        )
     if s.outsized:
         found.append("Rank samples by the rank view (--view rank), in which every step counts the same.")
         early = sum(o.share for o in s.outsized if any("first steps" in w for w in o.why))
@@ -85,20 +100,18 @@ def advise(s: SetSummary, state: str, method: str, update: str, credit: str) -> 
         found.append("Rank samples by the rank view (--view rank), in which no use counts for more than its place in its step.")
     if any("outlier" in sample.why[0] for sample in s.samples or []):
         found.append("Look at the samples that are named: broken or very long texts, wrong labels, copies in one batch.")
-    if credit != "whole" and s.momentum is not None and abs(s.momentum) > MUCH * abs(s.fall):
+    if s.momentum is not None and abs(s.momentum) > MUCH * abs(s.fall):
         found.append(
-            'Score by credit="whole": momentum is much of the fall here; it is earlier samples\' pushes, which whole credit pays.'
+            'Score by method="whole": momentum is much of the fall here; it is earlier samples\' pushes, which whole credit pays.'
         )
     return found
 
 
-def advice(method: str, update: str, credit: str = "step") -> str:
-    """Name the next finer choice; of a method that is not registered here, say what there is."""
-    if credit == "whole":
-        return 'Take more quadrature points (quadrature="gauss3"), or a smaller learning rate.'
-    if method in METHODS:
-        return METHODS[method].advice(update)
-    return f"Take a finer method (this version of inrun has {', '.join(METHODS)}), or a smaller learning rate."
+def advice(method: str) -> str:
+    """Say what makes the residual smaller."""
+    if method in REAL:
+        return "Train with a smaller learning rate."
+    return 'Score by method="whole" or "step", which share out the step that the optimizer really took.'
 
 
 def percent(share: float) -> str:

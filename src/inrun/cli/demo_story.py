@@ -99,12 +99,12 @@ def _tell_set(console: Console, told: dict[str, Any], name: str) -> None:
 
 
 def _tell_books(console: Console, told: dict[str, Any]) -> None:
-    whole = told["books"]["credit"] == "whole"
+    whole = told["books"]["method"] == "whole"
     console.print("[bold]The books[/bold], over the audited steps:", highlight=False)
     for s in told["books"]["validation_sets"]:
         if s["residual"] is None or s["fall"] <= 0:
             continue
-        accounts = ("data", "momentum", "decay", "inherited", "residual")
+        accounts = ("data", "momentum", "decay", "inherited", "rounding", "residual")
         shares = ", ".join(f"{name} {s[name] / s['fall']:z.0%}" for name in accounts if s[name] is not None)
         words = f"{printable(s['validation'], 40)}: the loss fell by {s['fall']:.4f}: {shares}. {s['verdict']}"
         _indented(console, words, 2)

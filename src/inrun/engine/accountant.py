@@ -251,10 +251,7 @@ class Accountant:
         accounts = self._readable("accounts")
         if isinstance(self.ledger, LedgerReader):
             return summarise_run(self.ledger)
-        credit, update = (
-            ("whole", "realised") if self.method == "whole" else ("step", "realised" if self.method == "step" else "sgd")
-        )
-        return summarise(accounts(), self.method, update, credit, uses() if callable(uses) else None)
+        return summarise(accounts(), self.method, uses() if callable(uses) else None)
 
     @property
     def communication(self) -> Communication:

@@ -42,7 +42,7 @@ def _verdicts(accountant: Accountant) -> str | None:
     if not callable(accounts):
         return None
     try:
-        found = summarise(accounts(), accountant.method, "realised", "whole" if accountant.method == "whole" else "step")
+        found = summarise(accounts(), accountant.method)
     except InrunError as error:
         return f"cannot be read: {error}"
     said = [f"{shown(s.validation, 60)}: {s.short}" + _figure(s.relative_residual) for s in found.sets]

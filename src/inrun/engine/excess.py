@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from inrun.analysis.verdict import EXCESS, percent
+from inrun.analysis.verdict import far_exceeds, percent
 from inrun.engine.record import Arrived, by_set
 
 log = logging.getLogger("inrun")
@@ -20,8 +21,8 @@ class ExcessWarning:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        #: By validation set: Σ|credit|, and Σ|fall|.
-        self._sums: dict[str, tuple[float, float]] = {}
+        #: By validation set: Σ|credit|, Σ|fall| and Σ|loss|.
+        self._sums: dict[str, npt.NDArray[np.float64]] = {}
         self._warned: set[str] = set()
 
     def note(self, arrived: Arrived) -> None:
@@ -30,10 +31,9 @@ class ExcessWarning:
         if before is None or after is None or spread is None or arrived.skipped is not None:
             return
         for name, columns in by_set(arrived.labels).items():
-            paid, fall = self._sums.get(name, (0.0, 0.0))
-            paid, fall = paid + float(spread[columns].mean()), fall + float(np.abs(before - after)[columns].mean())
-            self._sums[name] = paid, fall
-            if paid > EXCESS * fall and name not in self._warned:
+            step = np.abs(np.stack([spread, before - after, before]))[:, columns].mean(1)
+            paid, fall, loss = self._sums[name] = self._sums.get(name, np.zeros(3)) + step
+            if far_exceeds(paid, fall, loss) and name not in self._warned:
                 self._warned.add(name)
                 log.warning("inrun: %s", self._words(arrived, name, columns, paid / fall if fall > 0 else float("inf")))
 

@@ -20,7 +20,7 @@ from inrun.explorer.guard import Guard
 from inrun.explorer.marks import MarkBook
 from inrun.explorer.snapshot import Snapshot
 from inrun.explorer.sums import MEASURES
-from inrun.ledger import credit_of
+from inrun.ledger import credit_of, method_of
 from inrun.report.about import writer_at_work
 from inrun.report.text import one_line, visible
 
@@ -92,7 +92,7 @@ class Explorer:
             **self._state(number, snapshot),
             "name": one_line(snapshot.reader.path.resolve().name, 80),
             "path": visible(snapshot.reader.path, 300),
-            "method": one_line(about.get("method", "?"), 40),
+            "method": one_line(method_of(about), 40),
             "model": one_line(about.get("model", "?"), 60),
             "credit": credit_of(about),
             "sets": [{"name": n, "shown": one_line(n, 60), "folds": len(f)} for n, f in zip(view.sets, view.labels, strict=True)],

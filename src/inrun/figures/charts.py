@@ -26,7 +26,7 @@ MOST_BARS, MOST_LINES, MOST_SETS, MOST_POINTS, MOST_STEPS = 24, 12, 6, 5000, 600
 VALUES = {"total": "score, added up", "mean_per_sample": "mean score of a sample", "mean_per_use": "mean score of a use"}
 SIGN = "positive: lowered the validation loss"
 #: Accounts, as a figure names them.
-ACCOUNTS = {"fall": "fall of the loss", "data": "data (the samples)", "optimizer": "optimizer (momentum and decay)"}
+ACCOUNTS = {"fall": "fall of the loss", "data": "data (the samples)"}
 
 
 def groups_chart(reader: LedgerReader, by: str, validation: Names, value: str) -> Chart:
@@ -124,8 +124,6 @@ def books_chart(reader: LedgerReader, validation: str | None) -> Chart:
     if not audited.any():
         raise LedgerError(f"no step of {name!r} was audited, so there is no fall to draw; audit_every=1 measures every step")
     parts = {"fall": steps["loss_before"] - steps["loss_after"], **{key: steps[key] for key in ("data", *PARTS)}}
-    if not np.isnan(parts["momentum"][audited]).all():
-        del parts["optimizer"]  # it is the sum of momentum and decay
     every = _thinned(int(audited.sum()), MOST_STEPS)
     series = [
         Series(ACCOUNTS.get(key, key), np.nancumsum(values[audited])[every].tolist())

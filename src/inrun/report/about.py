@@ -6,19 +6,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from inrun.analysis.verdict import WHOLE_STORY, game_of
-from inrun.ledger import SIGN, UNIT
+from inrun.ledger import SIGN, UNIT, method_of
 from inrun.ledger.lock import holders
 from inrun.methods import METHODS
 from inrun.report.text import one_line
 
 #: Keys of run.json that the page shows in its own words, or not at all.
 _TOLD = {"schema", "run_id", "sign", "unit", "method", "update", "model", "software", "validation", "coverage", "credit"}
-#: The games in a line each.
-CREDITS = {
-    "whole": f"whole: {WHOLE_STORY}",
-    "step": "step: a sample is paid for its own step; what momentum carries on is an account",
-}
 #: Lines of run.json that are shown.
 MOST_FACTS = 30
 
@@ -40,11 +34,9 @@ def writer_at_work(run: Path) -> bool | None:
 
 def facts(about: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what ``run.json`` says, as rows of name and text."""
-    method, update = str(about.get("method", "?")), str(about.get("update", "?"))
+    method = method_of(about)
     rows = [
-        ("Method", _explained(method, {name: m.summary for name, m in METHODS.items()})),
-        ("Update", _explained(update, UPDATES)),
-        ("Credit", CREDITS[game_of(about)]),
+        ("Method", f"{method}: {METHODS[method]}" if method in METHODS else method),
         ("Sign", str(about.get("sign", SIGN))),
         ("Unit", str(about.get("unit", UNIT))),
         ("Model", str(about.get("model", "not recorded"))),
@@ -55,10 +47,6 @@ def facts(about: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("Software", _value(about.get("software", "not recorded"))))
     rows.append(("Run", str(about.get("run_id", "not recorded"))))
     return [(one_line(name, 60), one_line(text, 300)) for name, text in rows[:MOST_FACTS]]
-
-
-def _explained(name: str, known: dict[str, str]) -> str:
-    return f"{name}: {known[name]}" if name in known else name
 
 
 def _value(value: Any) -> str:
@@ -76,11 +64,10 @@ def citation(about: dict[str, Any]) -> str:
     """Return BibTeX for the software that scored the run."""
     software = about.get("software")
     version = one_line(software.get("inrun", "?"), 40) if isinstance(software, dict) else "?"
-    method, update = (one_line(about.get(key, "?"), 40) for key in ("method", "update"))
     return f"""@software{{inrun,
   title   = {{inrun: what every training sample was worth, while you train}},
   version = {{{version}}},
-  note    = {{In-Run Data Shapley, method {method}, update {update}}}
+  note    = {{In-Run Data Shapley, method {one_line(method_of(about), 40)}}}
 }}"""
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from inrun.analysis.outliers import outsized_samples
-from inrun.analysis.steps import FIGURES, Steps
+from inrun.analysis.outliers import large_samples
+from inrun.analysis.steps import FIGURES, LargeTensor, Steps, largest_tensors
 from inrun.analysis.summary import PARTS as ALL_PARTS
 from inrun.analysis.summary import SetSummary, summarise_set
 from inrun.ledger.tables import Tables
@@ -51,14 +51,14 @@ class SetAccounts:
         return data / self.fall if data is not None and self.fall is not None and self.fall > 0 else None
 
 
-def read_accounts(tables: Tables, names: list[str], method: str, update: str, credit: str) -> list[SetAccounts]:
+def read_accounts(tables: Tables, names: list[str], method: str) -> list[SetAccounts]:
     """Add up the accounts of the validation sets, in the order of ``names``."""
     labels = [(label, name) for name, labels in tables.sets_in_accounts().items() for label in labels]
     known = pa.table({"label": [label for label, _ in labels], "name": [name for _, name in labels]}, schema=_LABELS)
     tables.connection.from_arrow(known).create_view("labels")
     tables.connection.execute(_by_step(tables))
-    samples = outsized_samples(tables.connection, {name: labels for name, labels in tables.sets().items() if name in names})
-    return [_one_set(tables, summarise_set(n, _steps(tables, n), method, update, credit, samples.get(n))) for n in names]
+    samples = large_samples(tables.connection, {name: labels for name, labels in tables.sets().items() if name in names})
+    return [_one_set(tables, summarise_set(n, _steps(tables, n), method, samples.get(n), _tensors(tables, n))) for n in names]
 
 
 def _by_step(tables: Tables) -> str:
@@ -80,6 +80,14 @@ def _steps(tables: Tables, name: str) -> Steps:
     found = tables.table(asked, name=name)
     columns = {c: found[c].to_numpy() for c in found.column_names}
     return Steps.of(columns.pop("step"), columns.pop("scored"), columns)
+
+
+def _tensors(tables: Tables, name: str) -> list[LargeTensor]:
+    """Return the tensors with the largest parts of Σ|c| for a set."""
+    if not {"tensors", "tensor_shares"} <= set(tables.relation("SELECT * FROM accounts LIMIT 0").columns):
+        return []
+    asked = "SELECT spread, tensors, tensor_shares FROM accounts JOIN labels ON label = validation WHERE name = $name"
+    return largest_tensors(tables.relation(f"{asked} AND tensors IS NOT NULL ORDER BY step, validation", name=name).fetchall())
 
 
 def _one_set(tables: Tables, judged: SetSummary) -> SetAccounts:

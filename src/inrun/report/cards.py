@@ -15,11 +15,12 @@ STATES = {
     "balanced": "The books balance",
     "rough": "The order holds, sums are rough",
     "coarse": "Too coarse to act on",
+    "cancelling": "Scores nearly cancel",
     "thin": "Too little audited to say",
     "unmeasured": "Not audited",
     "nothing": "Nothing to judge",
 }
-MOODS = {"balanced": "good", "coarse": "bad"}
+MOODS = {"balanced": "good", "coarse": "bad", "cancelling": "bad"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def _sure(told: Told) -> FindingCard:
     if told.accounts.audited and judged.relative_residual is not None:
         held = "" if judged.audited_share is None else f", which hold {percent(judged.audited_share)} of {GIVEN}"
         where = f"on {told.accounts.audited:,} audited of {counted(told.accounts.steps, 'step')}{held}"
-        rows.append(Row("Method's error", percent(judged.relative_residual), where))
+        of_fall = "" if judged.residual_to_fall is None else f"{percent(judged.residual_to_fall)} of the fall, "
+        rows.append(Row("Method's error", percent(judged.relative_residual), f"{of_fall}{where}"))
     else:
         rows.append(Row("Method's error", "not measured", "audit_every= measures it while training"))
     if scores.clear is None:

@@ -240,6 +240,11 @@ def cautions(told: Told) -> list[str]:
             f"Do not act on this yet: the method's error is {percent(judged.relative_residual)} of what the samples were given "
             "and taken, too coarse for these steps."
         )
+    elif judged.state == "cancelling":
+        times = "far more than" if judged.spread_to_fall is None else f"{judged.spread_to_fall:,.0f} times"
+        said.append(
+            f"Careful: what the samples were given and taken is {times} what the loss fell, so that single scores mean little."
+        )
     elif judged.state == "thin":
         said.append(f"Careful: {_thin(told.accounts)}, so nothing says how far off the sums of the other steps are.")
     elif judged.state == "unmeasured":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inrun.analysis.verdict import game_of
+from inrun.ledger import credit_of, method_of
 from inrun.report.accounts import SetAccounts
 from inrun.report.distribution import Distribution
 from inrun.report.metrics import Metrics
@@ -46,5 +46,10 @@ class Findings:
 
     @property
     def credit(self) -> str:
-        """The game that was scored: "whole" credit, or "step"."""
-        return game_of(self.about)
+        """What scores add up: "whole" credit, or what a use did in its own "step"."""
+        return credit_of(self.about)
+
+    @property
+    def method(self) -> str:
+        """The method that scored the run."""
+        return method_of(self.about)

@@ -64,8 +64,7 @@ def _read(tables: Tables, found: Findings, by: str | None, top: int) -> None:
     names = list(sets) or list(tables.sets_in_accounts())[:MOST_SETS]
     found.sets = {name: len(sets.get(name, [""])) for name in names}
     found.more_sets = max(len(tables.sets()) - len(names), 0)
-    method, update = str(found.about.get("method", "?")), str(found.about.get("update", "?"))
-    found.accounts = read_accounts(tables, names, method, update, found.credit)
+    found.accounts = read_accounts(tables, names, found.method)
     if sets:
         add_up(tables, sets, Ask())
         found.columns = columns

@@ -8,8 +8,9 @@ from typing import Any
 
 from inrun.analysis.queries import NO_VALUE
 from inrun.analysis.summary_page import standing_out, sums
+from inrun.methods import REAL
 from inrun.report.accounts import SetAccounts
-from inrun.report.cards import FindingCard, finding_cards
+from inrun.report.cards import MOODS, FindingCard, finding_cards
 from inrun.report.distribution import Distribution
 from inrun.report.finding import Piece, cautions, sentences, tell
 from inrun.report.findings import Findings
@@ -22,9 +23,9 @@ ACCOUNTS = {
     "momentum": "earlier samples' pushes, still trailing in the optimizer",
     "decay": "weight decay",
     "inherited": "momentum from before scoring began",
-    "optimizer": "momentum and weight decay together",
-    "residual": "the method's own error on the data's part of the move",
-    "quadrature": "the quadrature's error on the whole move",
+    "rounding": "moves of entries whose gradient is only rounding error; no sample is paid",
+    "residual": "the quadrature's error on the whole move",
+    "proxy": "what the method's SGD step leaves of the fall",
     "fall": "of the validation loss over these steps, as measured",
 }
 
@@ -59,9 +60,8 @@ def stories(found: Findings) -> list[Story]:
 
 def run_line(found: Findings) -> str:
     """Say in one line what was trained, how it was scored and how far it is."""
-    method, update = (one_line(found.about.get(key, "?"), 40) for key in ("method", "update"))
     parts = [one_line(found.about["model"], 60)] if "model" in found.about else []
-    parts.append(f"scored by {'whole credit, ' if found.credit == 'whole' else ''}{method} + {update}")
+    parts.append(f"scored by method {one_line(found.method, 40)}")
     if found.last_step is None:
         parts.append("no steps yet")
     else:
@@ -121,7 +121,7 @@ def _of_set(found: Findings, accounts: SetAccounts, scores: Distribution | None,
         _loss(accounts, None if found.metrics is None else found.metrics.evaluation.get(accounts.name)),
         _negative(scores, folds),
         _fall(accounts),
-        *(_credits(accounts) if found.credit == "whole" else _accounts(accounts)),
+        *_parts(accounts, found.method),
         _error(accounts),
     ]
 
@@ -152,49 +152,48 @@ def _negative(scores: Distribution | None, folds: int) -> Headline:
     )
 
 
-def account_rows(accounts: SetAccounts, credit: str) -> list[tuple[str, str, str, str, float, float | str]]:
+def account_rows(accounts: SetAccounts, method: str) -> list[tuple[str, str, str, str, float, float | str]]:
     """Return the accounts as rows: name, what it is, loss and share of the fall, both again as they are; last is the fall."""
     totals = {name: value for name, value in accounts.totals.items() if value is not None}
     if accounts.fall is None:
         return []
-    if "momentum" in totals and "decay" in totals:
-        totals.pop("optimizer", None)
     totals["fall"] = accounts.fall
     figures = aligned(list(totals.values()))
     shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
-    words = ACCOUNTS | ({"data": ACCOUNTS["credits"], "residual": ACCOUNTS["quadrature"]} if credit == "whole" else {})
+    words = ACCOUNTS | ({"data": ACCOUNTS["credits"]} if method == "whole" else {})
+    words |= {} if method in REAL else {"residual": ACCOUNTS["proxy"]}
     parts: list[float | str] = [v / accounts.fall if accounts.fall > 0 else "" for v in totals.values()]
     return [(name, words[name], figures[k], shares[k], totals[name], parts[k]) for k, name in enumerate(totals)]
 
 
-def remarks(accounts: SetAccounts, credit: str) -> list[str]:
+def remarks(accounts: SetAccounts, method: str) -> list[str]:
     """Say what the scores add up to, which steps and samples stand out, and why."""
-    return [*sums(accounts.judged, credit == "whole"), *standing_out(accounts.judged)]
+    return [*sums(accounts.judged, method == "whole"), *standing_out(accounts.judged)]
 
 
 #: What a card says of an account that was not measured.
 NOT_AUDITED = "no step was audited; audit_every= measures it"
 
 
-def _accounts(accounts: SetAccounts) -> list[Headline]:
+def _parts(accounts: SetAccounts, method: str) -> list[Headline]:
+    """Say what was paid to samples, and what moved the loss beside them."""
+    whole = method == "whole"
+    names = ["Credits paid" if whole else "Data account"]
+    parts, note = ("decay", "inherited"), "weight decay, momentum from before scoring began"
+    if not whole:
+        parts, note = ("momentum", "decay"), "earlier samples' pushes, weight decay"
+    if method in REAL:
+        names.append("Decay and inherited" if whole else "Momentum and decay")
     if not accounts.audited:
-        return [Headline(label, "not measured", NOT_AUDITED) for label in ("Data account", "Optimizer account")]
-    optimizer = accounts.totals.get("optimizer")
-    found = [Headline("Data account", signed(accounts.totals.get("data")), f"paid to samples at once: {_covered(accounts)}")]
-    if optimizer is None:
-        return [*found, Headline("Optimizer account", "not measured", "momentum and weight decay")]
-    return [*found, Headline("Optimizer account", signed(optimizer), f"momentum and weight decay{_of_fall(accounts, optimizer)}")]
-
-
-def _credits(accounts: SetAccounts) -> list[Headline]:
-    if not accounts.audited:
-        return [Headline(label, "not measured", NOT_AUDITED) for label in ("Credits paid", "Decay and inherited")]
-    rest = [v for v in (accounts.totals.get(part) for part in ("decay", "inherited")) if v is not None]
-    found = [Headline("Credits paid", signed(accounts.totals.get("data")), f"to samples: {_covered(accounts)}")]
+        return [Headline(label, "not measured", NOT_AUDITED) for label in names]
+    paid = "to samples" if whole else "paid to samples at once"
+    found = [Headline(names[0], signed(accounts.totals.get("data")), f"{paid}: {_covered(accounts)}")]
+    if method not in REAL:
+        return found
+    rest = [v for v in (accounts.totals.get(part) for part in parts) if v is not None]
     if not rest:
-        return [*found, Headline("Decay and inherited", "not measured", "weight decay, momentum from before scoring began")]
-    note = f"weight decay, momentum from before scoring began{_of_fall(accounts, sum(rest))}"
-    return [*found, Headline("Decay and inherited", signed(sum(rest)), note)]
+        return [*found, Headline(names[1], "not measured", note)]
+    return [*found, Headline(names[1], signed(sum(rest)), f"{note}{_of_fall(accounts, sum(rest))}")]
 
 
 def _fall(accounts: SetAccounts) -> Headline:
@@ -220,5 +219,6 @@ def _error(accounts: SetAccounts) -> Headline:
         return Headline("Method's error", "not measured", NOT_AUDITED)
     if judged.relative_residual is None:
         return Headline("Method's error", "not measured", judged.short)
-    mood = {"balanced": "good", "coarse": "bad"}.get(judged.state, "")
-    return Headline("Method's error", percent(judged.relative_residual), f"|residual| / Σ|c|: {judged.short}", mood)
+    of_fall = "" if judged.residual_to_fall is None else f", {percent(judged.residual_to_fall)} of the fall"
+    note = f"|residual| / Σ|c|{of_fall}: {judged.short}"
+    return Headline("Method's error", percent(judged.relative_residual), note, MOODS.get(judged.state, ""))

@@ -101,15 +101,15 @@ const ACCOUNTS = [
   ["fall", "fall of the loss", () => token("--ink"), { width: 7, opacity: 0.3 }],  // wide and pale: the data often lie on it
   ["data", "data", () => colour(0), { width: 3 }],
   ["momentum", "momentum", () => colour(1), { dash: "dash" }],
-  ["optimizer", "optimizer", () => colour(1), { dash: "dash" }],
   ["decay", "weight decay", () => colour(3), { dash: "dot" }],
   ["inherited", "inherited", () => colour(1), { dash: "dash" }],
+  ["rounding", "rounding", () => colour(4), { dash: "dot" }],
   ["residual", "residual", () => colour(2), { dash: "dashdot" }],
 ];
 
 // What the optimizer's memory did to the loss, beside the samples of the steps themselves.
-function role({ fall, data: paid, momentum, optimizer }) {
-  const memory = (momentum ?? optimizer ?? []).at(-1);
+function role({ fall, data: paid, momentum }) {
+  const memory = (momentum ?? []).at(-1);
   if (memory === undefined || memory === null) return "";
   if (memory < 0) return ": here they undid part of what the samples of these steps gained";
   return (paid ?? [0]).at(-1) < fall.at(-1) ? ", which is why the data account alone does not reach the fall" : "";
@@ -118,13 +118,13 @@ function role({ fall, data: paid, momentum, optimizer }) {
 function drawBooks() {
   const books = data.books[state.set];
   if (!books.audited) return none("books", "No step was audited, so the accounts were not measured. Ask for it with audit_every= when training.");
-  const split = books.curve.momentum && books.curve.decay;
-  const items = ACCOUNTS.filter(([key]) => books.curve[key] && !(key === "optimizer" && split)).map(([key, name, fill, style]) => ({
+  const items = ACCOUNTS.filter(([key]) => books.curve[key]).map(([key, name, fill, style]) => ({
     name, swatch: fill(), trace: line(books.curve.step, books.curve[key], fill(), style),
   }));
   const said = `Added up over ${whole(books.audited)} audited of ${whole(books.steps)} steps; up means that the loss fell. ` +
     (data.credit === "whole"
       ? "Data is the parts paid to samples for all their pushes so far; inherited is momentum from before scoring began."
-      : `Momentum is made of earlier samples' pushes${role(books.curve)}.`);
+      : books.curve.momentum ? `Momentum is made of earlier samples' pushes${role(books.curve)}.`
+        : "The method takes the step for one of plain SGD; what that leaves of the fall is the residual.");
   draw("books", items, { xaxis: { title: "optimizer step", ...span() }, yaxis: { title: "loss, added up" } }, said);
 }
