@@ -172,10 +172,8 @@ class WholeScorer(RefiningScorer):
         """Take the gradient at other points."""
         assert self.current is not None
         accounts, _ = self._account(step, self.current, points)
-        total, abs_sum = self._sums(self.own_credits())
-        self._finish_accounts(accounts, total)
+        self._finish_accounts(accounts, self._sums(self.own_credits())[0])
         accounts.abs_sum = self.abs_sum()
-        self._to_all = accounts.abs_sum / abs_sum.clamp_min(1e-300)
         return accounts
 
     def _sums(self, contributions: Tensor) -> Tensor:
@@ -367,12 +365,14 @@ class WholeScorer(RefiningScorer):
         return self.parameters.processes.all_reduced("sums of contributions by tensor", total)
 
     def abs_sum(self) -> Tensor:
-        """Return Σ|credit| over all open uses and the step's own."""
+        """Return Σ|credit| over all open uses and the step's own; ordinary steps estimate it by the step's own."""
         current = self.current
         assert current is not None
-        total = self.own_credits().abs().sum(0, dtype=torch.float64)
-        total += self.window.abs_sum_of(current.memories, self._by_epoch())
-        return self.parameters.processes.all_reduced("sums of contributions", total)
+        own = self.own_credits().abs().sum(0, dtype=torch.float64)
+        total = own + self.window.abs_sum_of(current.memories, self._by_epoch())
+        total, own = self.parameters.processes.all_reduced("sums of contributions", torch.stack([total, own]))
+        self._to_all = total / own.clamp_min(1e-300)
+        return total
 
     def _by_epoch(self) -> dict[int, SketchedDirection]:
         """Return the direction as it is sketched in every epoch that has open uses."""
