@@ -1,6 +1,6 @@
-"""Everything inrun raises on purpose.
+"""The errors of inrun.
 
-Each error says what was received, what is accepted and what to do next. All derive from
+Each message says what was received, what is accepted and what to do next. All derive from
 :class:`InrunError`; those caused by an argument are ``ValueError`` too.
 """
 
@@ -12,11 +12,11 @@ class InrunError(Exception):
 
 
 class ConfigurationError(InrunError, ValueError):
-    """An argument of the accountant is unknown or contradicts another."""
+    """An argument has an unknown value, contradicts another, or names something that is not supported."""
 
 
 class IdsError(InrunError, ValueError):
-    """Sample ids of the wrong type, shape or number."""
+    """Sample ids have the wrong type, shape or number."""
 
 
 class ValidationError(InrunError, ValueError):
@@ -24,31 +24,31 @@ class ValidationError(InrunError, ValueError):
 
 
 class CoverageError(InrunError):
-    """A trainable parameter received gradient that no rule scored."""
+    """A parameter received gradient through no function that was observed, or there is no parameter to score."""
 
 
 class RowOwnershipError(InrunError):
-    """Rows at a module cannot be assigned to samples."""
+    """Rows of a tensor cannot be assigned to samples: samples meet, change places, or have no dimension."""
 
 
 class ConservationError(InrunError):
-    """The contributions of a step do not sum to the inner product of its gradient and the direction."""
+    """The samples' gradients do not add up to the gradient that the optimizer uses; found by an audit."""
 
 
 class CreditError(InrunError):
-    """What the optimizer remembers is not what the samples of the open windows pushed."""
+    """The optimizer's state is not what the gradients of the open steps made of it."""
 
 
 class OptimizerError(InrunError):
-    """An optimizer, or a change of the gradient, that the chosen update rule cannot describe."""
+    """An optimizer, or one of its options, is not supported by the chosen method."""
 
 
 class StepError(InrunError):
-    """Calls around one optimizer step came in an order that cannot be scored."""
+    """Calls around one optimizer step came in an order that cannot be scored, or an earlier audit failed."""
 
 
 class ProcessError(StepError):
-    """Another process of the run died, or is somewhere else in it."""
+    """Another process of the run died, or is at another place of the step."""
 
 
 class DeferredMemoryError(InrunError):
@@ -60,7 +60,7 @@ class LedgerError(InrunError):
 
 
 class TrainingError(InrunError):
-    """A run of ``inrun train`` cannot begin, go on or be resumed."""
+    """A run of ``inrun train`` cannot start, continue or be resumed."""
 
 
 class DataError(InrunError, ValueError):

@@ -7,20 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inrun.errors import ConfigurationError
+from inrun.notebook import block, lines, table
 
 #: Steps that are audited in every run, before every 50th.
 EARLY_AUDITS, EVERY = (0, 1, 2, 5, 10, 20, 30, 40), 50
+#: Rows that a notebook shows of a coverage.
+MOST_ROWS = 40
 
 
 @dataclass(frozen=True)
 class Options:
-    """What few people need.
+    """Rarely needed options of an :class:`inrun.Accountant`.
 
     Args:
-        about: Plain data that ``run.json`` of a new ledger has beside method, model and coverage.
-        process_group: The processes that train together, where the model does not tell: give it with the module inside
-            DistributedDataParallel.
-        validation_mode: "eval" (default) or "train", the mode of the model during validation passes.
+        about: Plain data to store in ``run.json`` of a new ledger, beside method, model and coverage.
+        process_group: The processes that train together. Needed where the model has no wrapper that tells, such as the module
+            inside DistributedDataParallel.
+        validation_mode: The mode of the model during validation passes, ``"eval"`` or ``"train"``.
+
+    Raises:
+        ConfigurationError: For another ``validation_mode``, or ``about`` that is no dictionary.
     """
 
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +49,13 @@ def audit_due(step: int, every: int | None) -> bool:
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """One trainable parameter, and whether it is scored."""
+    """One trainable parameter.
+
+    Attributes:
+        parameter: Its name in the model.
+        scored: Whether it is scored.
+        entries: How many entries it has.
+    """
 
     parameter: str
     scored: bool
@@ -52,7 +64,7 @@ class CoverageRow:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The trainable parameters of a model."""
+    """Which trainable parameters of a model are scored; iterates over :class:`CoverageRow`."""
 
     rows: tuple[CoverageRow, ...]
 
@@ -73,3 +85,14 @@ class Coverage:
         left = [row.parameter for row in self.rows if not row.scored]
         rest = f"; not scored: {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}" if left else ""
         return f"{100 * self.scored_share:.4g} % of {sum(r.entries for r in self.rows):,} trainable entries{rest}"
+
+    def __str__(self) -> str:
+        rows = [f"  {'' if row.scored else 'not '}scored  {row.parameter} ({row.entries:,})" for row in self.rows]
+        return "\n".join([self.line(), *rows])
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        left = len(self.rows) - MOST_ROWS
+        rows = [(row.parameter, "yes" if row.scored else "no", row.entries) for row in self.rows[:MOST_ROWS]]
+        more = [f"and {left} more rows; str() has all"] if left > 0 else []
+        return block("Coverage", lines([self.line()]), table(("parameter", "scored", "entries"), rows), lines(more))
