@@ -12,8 +12,8 @@ from inrun.analysis.verdict import far_exceeds, percent
 from inrun.engine.record import Arrived, by_set
 
 log = logging.getLogger("inrun")
-#: Samples that the warning names.
-MOST_SAMPLES = 3
+#: Samples that the warning names, and steps that must have measured their fall before it.
+MOST_SAMPLES, LEAST_STEPS = 3, 5
 
 
 class ExcessWarning:
@@ -21,7 +21,7 @@ class ExcessWarning:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        #: By validation set: Σ|credit|, Σ|fall| and Σ|loss|.
+        #: By validation set: Σ|credit|, Σ|fall|, Σ|loss|, and the steps that measured them.
         self._sums: dict[str, npt.NDArray[np.float64]] = {}
         self._warned: set[str] = set()
 
@@ -31,9 +31,9 @@ class ExcessWarning:
         if before is None or after is None or spread is None or arrived.skipped is not None:
             return
         for name, columns in by_set(arrived.labels).items():
-            step = np.abs(np.stack([spread, before - after, before]))[:, columns].mean(1)
-            paid, fall, loss = self._sums[name] = self._sums.get(name, np.zeros(3)) + step
-            if far_exceeds(paid, fall, loss) and name not in self._warned:
+            step = np.abs(np.stack([spread, before - after, before, np.ones_like(before)]))[:, columns].mean(1)
+            paid, fall, loss, steps = self._sums[name] = self._sums.get(name, np.zeros(4)) + step
+            if steps >= LEAST_STEPS and far_exceeds(paid, fall, loss) and name not in self._warned:
                 self._warned.add(name)
                 log.warning("inrun: %s", self._words(arrived, name, columns, paid / fall if fall > 0 else float("inf")))
 

@@ -3,7 +3,8 @@
 In real arithmetic the terms of such a gradient cancel exactly, and what is left is noise. Adam divides noise by its own size, so
 the entry moves at the full learning rate, and samples would be credited with large amounts of opposite signs.
 
-Which entries these are is read on audited steps, and believed until the next.
+Which entries these are is read on audited steps, or where there are none on those of the default schedule, and believed until
+the next.
 """
 
 from __future__ import annotations

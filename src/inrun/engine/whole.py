@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inrun.engine.carried import Carried, merged
 from inrun.engine.checks import check_entries, check_products, nothing
+from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
 from inrun.engine.reading import Reading, clip_from_entries, correct, joined
@@ -96,7 +97,8 @@ class WholeScorer(RefiningScorer):
         if self.direction is not None:
             known = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
         k = 0 if self.direction is None else len(self.direction)
-        self._sizes = audited
+        # Also without audits: noise must not be credited.
+        self._sizes = audited or audit_due(self.steps, None)
         return Request(n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, self._sizes, longest)
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
