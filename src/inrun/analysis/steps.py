@@ -130,6 +130,12 @@ def audited_share(steps: Steps, audited: npt.NDArray[np.bool_]) -> float | None:
     return math.fsum(spread[audited & steps.scored]) / total if total > 0 else None
 
 
+def longest_stretch(where: npt.NDArray[np.bool_]) -> int:
+    """Return how many steps in a row are marked at most."""
+    ends = np.flatnonzero(np.concatenate([[True], ~where, [True]]))
+    return int(np.diff(ends).max()) - 1
+
+
 def top_steps(steps: Steps) -> tuple[int, float | None]:
     """Return how many steps the top 3 % are, and what they hold of Σ|c|."""
     spread = steps["spread"][steps.scored & (steps["spread"] > 0)]

@@ -19,10 +19,11 @@ from inrun.analysis.steps import (
     Steps,
     audited_share,
     largest_tensors,
+    longest_stretch,
     outsized_steps,
     top_steps,
 )
-from inrun.analysis.verdict import advise, far_exceeds, judge, percent
+from inrun.analysis.verdict import LEAST_AUDITS, MOST, advise, far_exceeds, judge, percent
 from inrun.ledger import LedgerReader, method_of
 from inrun.ledger.labels import sets_of_accounts
 from inrun.ledger.reader import reader_of
@@ -81,6 +82,8 @@ class SetSummary:
     scores_sum: float | None
     #: What the audited steps hold of Σ|c_n| over all scored steps; None where that is not known.
     audited_share: float | None
+    #: Whether enough steps were audited, all over the run.
+    sampled: bool
     #: How many steps the top 3 % are, and what they hold of Σ|c_n|.
     top_steps: int
     top_share: float | None
@@ -217,6 +220,7 @@ def summarise_set(
         exceeds=far_exceeds(spread, falls, losses),
         scores_sum=steps.total("data", steps.scored),
         audited_share=audited_share(steps, measured if measured.any() else audited),
+        sampled=int(measured.sum()) >= LEAST_AUDITS and longest_stretch(steps.scored & ~measured) < MOST * len(measured),
         top_steps=count,
         top_share=share,
         most_points=int(points.max()) if len(points) else None,

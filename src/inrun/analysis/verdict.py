@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 #: |residual| / Σ|c_n| below which the books balance, and above which the method is too coarse for the steps taken.
 BALANCED, COARSE = 0.01, 0.10
-#: What the audited steps must hold of Σ|c_n|, more than this, before they can speak for a run.
-MOST = 0.5
+#: Audited steps speak for a run if they hold more than this part of Σ|c_n|, or if there are so many of them, and no stretch without
+#: any is that part of the run.
+MOST, LEAST_AUDITS = 0.5, 8
 #: Σ|c_n| is far more than the loss fell from so many times on.
 EXCESS = 100.0
 #: Momentum is much of a fall from this part of it on.
@@ -64,7 +65,7 @@ def judge(s: SetSummary, method: str) -> Verdict:
         times = "far more than" if s.spread_to_fall is None else f"{s.spread_to_fall:,.0f} times"
         words = f"{GIVEN[0].upper()}{GIVEN[1:]} is {times} what the loss fell: the scores nearly cancel. {size}."
         return Verdict("cancelling", f"scores nearly cancel: Σ|c| is {times} the fall", words)
-    if share is None or share <= MOST:
+    if not s.sampled and (share is None or share <= MOST):
         known = "an unknown part" if share is None else percent(share)
         words = f"The audited steps hold {known} of {GIVEN}: too little to judge. On them the residual is {percent(relative)}."
         return Verdict("thin", f"on steps that hold {known} of Σ|c|, too little to judge", words)
