@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from inrun.engine.rows import RowProbe, Samples
 from inrun.errors import RowOwnershipError
 from inrun.layers.checkpoints import no_reentry, no_trace
-from inrun.layers.layout import Layout
+from inrun.layers.layout import UNREAD, Layout
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape, tensors_in
 
@@ -49,6 +49,9 @@ class Layouts:
         #: By tap: the name of its layout, and the shapes it was read for.
         self._names: dict[Any, tuple[str, set[Any]]] = {}
         self._made: dict[Any, Layout | None] = {}
+        #: Taps that nothing reached, of this microbatch; and keys of those that the loss did not reach either.
+        self._unread: set[Tap] = set()
+        self._dead: set[Any] = set()
         self._outputs: list[Tensor] = []
         self._fresh = True
         self._hooks: list[Any] = []
@@ -73,7 +76,7 @@ class Layouts:
     def end(self) -> None:
         """Let go of the graph, and remove the hooks."""
         self._reentry.close()
-        self._outputs = []
+        self._outputs, self._unread = [], set()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -92,6 +95,8 @@ class Layouts:
     def known(self, tap: Tap, again: bool = False) -> Layout | None:
         """Return the layout of a tap, if it was read before; ``again`` where the tap is one of a recomputation."""
         name, shapes = self._names.get(tap.key, ("", set()))
+        if tap.key in self._dead and not self._fresh:
+            return UNREAD
         if (self._fresh and not again) or not name:
             return None
         shape = (self.samples.n, tuple(tap.shape))
@@ -109,14 +114,17 @@ class Layouts:
 
     def find(self, taps: list[Tap]) -> None:
         """Read the layouts of all taps if one is not known."""
+        outputs, self._outputs = self._outputs, []
         if not any(tap.layout is None for tap in taps):
             return
         before = {tap: tap.layout for tap in taps}
         probe = RowProbe(self.samples, [tap for tap in taps if tap.edge is not None], self._probing)
-        names = probe.read(self._outputs)
+        names = probe.read(outputs)
         for tap, name in names.items():
             old, shapes = self._names.get(tap.key, (name, set()))
-            if name in ("unreached", "routed"):
+            if name == "unread":
+                self._unread.add(tap)
+            if name in ("unread", "routed"):
                 continue
             if before[tap] is None and old != name:
                 shapes = set()
@@ -132,12 +140,19 @@ class Layouts:
             self.tape.probing = False
 
     def check(self, tap: Tap) -> None:
-        """Raise if the rows of a tap are not known."""
-        if tap.layout is None:
+        """Raise if gradient arrives at a tap that nothing reached when its rows were read."""
+        if tap.layout is UNREAD and self.samples.n > 0:
+            self._dead.discard(tap.key)
             raise RowOwnershipError(
-                f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and no gradient reached it when "
-                "its rows were read. Call loss.backward() inside the step."
+                f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and which rows are whose is not known: the "
+                "outputs of the model did not show it when they were read. Return from the model's forward what the loss is made "
+                "of, and give the model its inputs, samples first. If the model is used in another way from this step on, run the "
+                "step again."
             )
+
+    def note_dead(self, taps: list[Tap]) -> None:
+        """Remember taps that no gradient reached, neither from the outputs nor from the loss: they are not read again."""
+        self._dead |= {tap.key for tap in taps if tap in self._unread and not tap.fired}
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inrun.errors import RowOwnershipError
-from inrun.layers.layout import Layout, index_of
+from inrun.layers.layout import UNREAD, Layout, index_of
 from inrun.layers.tap import Tap
 
 #: Entries that no gradient reaches, and entries in which samples meet.
@@ -200,9 +200,13 @@ class RowProbe:
         """Name the layout of a tap, and set it."""
         who = tap.who
         if who is None or not bool((who != SILENT).any()):
+            fitting = [layout for _, layout, _ in self.samples.layouts(tap.shape)]
+            if who is None and len(fitting) != 1:
+                tap.layout = UNREAD  # an error if gradient arrives there
+                return "unread"
             # No gradient arrives: whatever the layout, there is nothing to score. The first that fits will do.
-            tap.layout = next((layout for _, layout, _ in self.samples.layouts(tap.shape)), None)
-            return "unreached"
+            tap.layout = next(iter(fitting), UNREAD)
+            return "unread"
         live = who != SILENT
         if bool((who == MIXED).any()):
             return "mixed"

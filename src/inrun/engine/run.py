@@ -80,6 +80,7 @@ class Run:
 
     def note_taps(self, taps: list[Tap]) -> None:
         """Note which parameters' gradients were seen."""
+        self.layouts.note_dead(taps)
         for tap in taps:
             if tap.fired:
                 self.covered |= {leaf.reader.place for s in tap.targets for leaf in s.leaves if leaf.reader is not None}  # type: ignore[attr-defined]

@@ -67,7 +67,6 @@ class Microbatch:
         run = self.step.run
         run.tape.__exit__(None, None, None)
         taps = [*run.tape.taps, *run.tape.recomputed]
-        run.tape.recomputing = False
         try:
             if not failed and run.tape.failed is not None:
                 raise run.tape.failed

@@ -22,6 +22,7 @@ class Layout:
     ``inside``  t·n, samples inside
     ``index``   any: ``index`` ``[n, m]`` says which rows are a sample's, −1 for none
     ``all``     one sample, to which everything belongs
+    ``unread``  not known
     ==========  ==========================================================================
 
     ``lead`` is the number of leading dimensions that ``index`` counts through.
@@ -76,6 +77,10 @@ class Layout:
         inside = self.index >= 0
         who[self.index[inside]] = samples[inside]
         return who.view(*lead, *[1] * (len(shape) - self.lead))
+
+
+#: Of a tap that nothing reached when its rows were read.
+UNREAD = Layout("unread", 0)
 
 
 def index_of(who: Tensor, n: int) -> Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from inrun.errors import InrunError, StepError
 from inrun.layers.gradients import LookUp, PerSample
 from inrun.layers.layout import Layout
 
@@ -59,6 +60,7 @@ class Reader(Protocol):
 
     def keep(self, gradient: PerSample, tap: Tap) -> bool:
         """Keep gradients to read them later; return whether that was done."""
+
 
 
 @dataclass(eq=False)
@@ -140,6 +142,29 @@ class Tap:
         """Return the probes of all its parameters."""
         return [p for reader in self.readers for p in reader.probes(self)]
 
+    def in_backward(self) -> Tap:
+        """Return the tap as a backward goes through it: gradient that trains nothing is nobody's.
+
+        Raises:
+            StepError: Gradient of a step comes through a forward of an earlier one.
+            RowOwnershipError: Which rows are whose is not known.
+        """
+        tape = self.tape
+        if self.edge is None and tape.active:
+            raise StepError(
+                f"the backward goes through {self.name} of an earlier step or microbatch, whose samples are not known any more. "
+                "Run forward and backward in the same microbatch, and detach what is kept from one step to the next."
+            )
+        if self.edge is None or tape.silent:
+            return replace(self, layout=Layout("all", 1))
+        try:
+            tape.layouts.check(self)
+        except InrunError as error:
+            if not tape.defers:
+                raise
+            tape.failed, self.layout = error, Layout("all", 1)
+        return self
+
     def split(self, x: Tensor, features: int) -> Tensor:
         """Return a tensor that lies like the output in normal form, ``[n, t, *features]``."""
         assert self.layout is not None, self.name
@@ -148,7 +173,7 @@ class Tap:
     def read(self, gradients: Sequence[PerSample | None], totals: bool = False) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the gradients of the probes, and (if ``totals``) the sums of the targets' gradients over samples."""
         self.fired = True
-        if self.tape.blind:
+        if self.tape.blind or self.tape.silent or self.edge is None:
             return [None for _ in self.probes()], [None if g is None or not totals else g.total() for g in gradients]
         probes: list[Tensor | None] = []
         sums: list[Tensor | None] = []
@@ -208,6 +233,7 @@ class Observe(torch.autograd.Function):
         nothing = [None] * ctx.count
         if tap.tape.probing:
             return (back, None, None, None, *nothing, *[None] * (ctx.owned + ctx.probes))
+        tap = tap.in_backward()
         saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
         with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
             probes, totals = tap.read(tap.rule(tap, b, saved), totals=ctx.owned > 0)
@@ -229,6 +255,7 @@ class Spread(torch.autograd.Function):
         tap: Tap = ctx.tap
         if tap.tape.probing:
             return (None, None, None, None, *[None] * ctx.probes)
+        tap = tap.in_backward()
         with torch._C.DisableTorchFunction():
             total = b.sum_to_size(ctx.shape).to(ctx.dtype)
             with torch.autocast(b.device.type, enabled=False):

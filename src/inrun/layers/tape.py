@@ -22,9 +22,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from inrun.errors import InrunError, StepError
+from inrun.layers.backward import BACKWARD, differentiate, run_backward
 from inrun.layers.layout import Layout
 from inrun.layers.shares import rule_of_masks, rule_of_spread
-from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap, opened
+from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
 
 #: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
 #: the call treated like any other.
@@ -34,11 +35,6 @@ POINTWISE: set[Any] = set()
 
 #: Functions whose training mode mixes the samples on purpose: a score is what flows through a sample's own rows.
 STATISTICS = {F.batch_norm}
-
-_BACKWARD = {Tensor.backward, torch.autograd.backward}
-
-
-_run_backward = opened(torch.autograd.backward)
 
 
 def rule_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -105,8 +101,12 @@ class Tape(TorchFunctionMode):
         self.constants: set[int] = set()
         self.inputs, self.made = Known(), Known()
         self.taps: list[Tap] = []
+        #: Those of functions that were called since the last backward.
+        self.new_taps: list[Tap] = []
         self.n = 0
         self.probing = False
+        #: ``torch.autograd.grad`` runs, whose gradients nobody is paid for.
+        self.silent = False
         self.active = False
         #: A backward runs: functions that are called now were called before, and are called again by checkpointing.
         self.recomputing = False
@@ -124,7 +124,7 @@ class Tape(TorchFunctionMode):
 
     @property
     def blind(self) -> bool:
-        """Whether taps read nothing: there is no sample, or the rows could not be told."""
+        """Whether taps read nothing: there is no sample, the rows could not be told, or nothing is trained."""
         return self.n == 0 or self.failed is not None
 
     # A microbatch
@@ -133,7 +133,7 @@ class Tape(TorchFunctionMode):
         """Begin a microbatch of n samples. Compiled code calls no torch functions, so it runs eagerly until :meth:`end`."""
         self._stance = run_eagerly()
         self.n, self.active, self.failed = n, True, None
-        self.taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], {}, {}, {}
+        self.taps, self.new_taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], [], {}, {}, {}
         leaves = [leaf for leaf in self.leaves if leaf.tensor.requires_grad]  # others are frozen for a while
         self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in leaves}
         frozen = [p for p in self.model.parameters() if not p.requires_grad]
@@ -155,7 +155,7 @@ class Tape(TorchFunctionMode):
         """Let go of everything that the microbatch made."""
         for tap in (*self.taps, *self.recomputed):
             tap.edge = None  # else tap and node would keep each other alive, unseen by the garbage collector
-        self.taps, self.recomputed, self.sources, self.active = [], [], {}, False
+        self.taps, self.new_taps, self.recomputed, self.sources, self.active = [], [], [], {}, False
         self.inputs.clear()
         self.made.clear()
         if self._stance is not None:
@@ -175,11 +175,13 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, tapped if a source meets data in it."""
         kwargs = kwargs or {}
-        if func in _BACKWARD:
-            return self._backward(func, args, kwargs)
+        if func in BACKWARD:
+            return run_backward(self, func, args, kwargs)
+        if func is torch.autograd.grad:
+            return differentiate(self, args, kwargs)
         if not torch.is_grad_enabled() or self.n == 0:
             return func(*args, **kwargs)
-        if self._meets_source(args, kwargs):
+        if self._meets_source(args, kwargs) and any(self.source(t) for t in tensors_in((args, kwargs))):
             return self._tapped(func, args, kwargs)
         out = self._untapped(func, args, kwargs)
         if isinstance(out, Tensor) and not out.requires_grad:
@@ -218,6 +220,11 @@ class Tape(TorchFunctionMode):
             return False
         return t.dim() > 0 and self.n in t.shape[:2]  # made before the step: data, if it has a row per sample
 
+    def _is_given(self, t: Tensor) -> bool:
+        """Whether data with a row per sample was made before the step, by the loop, and lies as it was made."""
+        seen = t.requires_grad or t in self.inputs or t in self.made or id(t) in self.constants
+        return not seen and t.is_contiguous()
+
     def owns(self, weight: Tensor) -> bool:
         """Whether a rule may compute a weight gradient itself, from the per-sample gradients that it forms anyway.
 
@@ -230,8 +237,9 @@ class Tape(TorchFunctionMode):
         return self.own_in_double or all(t.dtype != torch.float64 for t in tensors)
 
     def source(self, t: Any) -> Source | None:
-        """Return the source that a tensor is, if any."""
-        return self.sources.get(id(t))
+        """Return the source that a tensor is, if any; a parameter that is frozen for a while is none."""
+        source = self.sources.get(id(t))
+        return source if source is not None and source.tensor.requires_grad else None
 
     def _tapped(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))
@@ -277,12 +285,16 @@ class Tape(TorchFunctionMode):
         tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
         # Of a function without a rule it is not known which dimension of an output has the samples.
         tap.reads_inputs = rule is not rule_of_masks and any(
-            t.shape[:1] == (self.n,) and self._strides.get(t.untyped_storage()._cdata) == t.stride(0)
+            t.shape[:1] == (self.n,) and (self._strides.get(t.untyped_storage()._cdata) == t.stride(0) or self._is_given(t))
             for t in given
             if id(t) not in self.sources
         )
         tap.layout = self.layouts.known(tap, self.recomputing) if not self.blind else Layout("all", 1)
-        (self.recomputed if self.recomputing else self.taps).append(tap)
+        if self.recomputing:
+            self.recomputed.append(tap)
+        else:
+            self.taps.append(tap)
+            self.new_taps.append(tap)
         return tap
 
     def observe(
@@ -332,11 +344,18 @@ class Tape(TorchFunctionMode):
         for t in wide:
             dtype = torch.promote_types(dtype, t.dtype)
 
+        made = self.recomputed if self.recomputing else self.taps
+        count = len(made)
+
         def swapped(t: Any) -> Any:
             s = self.source(t) if isinstance(t, Tensor) else None
             return t if s is None or not s.scored else self.spread(func, s, shape, given, dtype)
 
-        return func(*[swapped(a) for a in args], **{k: swapped(v) for k, v in kwargs.items()})
+        out = func(*[swapped(a) for a in args], **{k: swapped(v) for k, v in kwargs.items()})
+        if not in_place and isinstance(out, Tensor) and out.shape == shape and out.requires_grad:
+            for tap in made[count:]:  # rows are read at the output, from which they reach the data, too
+                tap.edge = get_gradient_edge(out)
+        return out
 
     def pass_rows(self, out: Tensor) -> None:
         """Let a function that mixes samples hand gradients on row by row while the rows are read."""
@@ -376,26 +395,3 @@ class Tape(TorchFunctionMode):
             return value
 
         return tapped(out)
-
-    # Backward
-
-    def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Run a backward: layouts are found first; what checkpointing runs again is tapped, too."""
-        self.recomputing = True
-        try:
-            with self:
-                if not self.blind:
-                    self.layouts.find(self.taps)
-        except InrunError as error:
-            if not self.defers:
-                raise
-            self.failed = error
-            for tap in self.taps:
-                tap.layout = Layout("all", 1)
-        loss, *rest = args
-        if func is Tensor.backward:  # (gradient, retain_graph, create_graph, inputs)
-            kwargs = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), rest, strict=False)) | kwargs
-            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
-            rest = []
-        with self:
-            _run_backward(loss, *rest, **kwargs)
