@@ -37,7 +37,7 @@ def save(path: Path, state: dict) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def train(folder: Path, naive: bool = False, method: str = "midpoint") -> None:
+def train(folder: Path, naive: bool = False, method: str = "whole") -> None:
     """Go on from the last checkpoint, or begin, until all steps are done; then leave a file ``done``."""
     torch.set_num_threads(1)
     folder.mkdir(exist_ok=True)

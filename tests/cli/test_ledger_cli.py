@@ -60,7 +60,7 @@ def run(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("cli") / "run"
     rng = np.random.default_rng(0)
     n = len(PAYLOADS)
-    with Ledger(path, about={"method": "first\x1b[31m", "update": "frozen", "model": "\u202e"}) as ledger:
+    with Ledger(path, about={"method": "first\x1b[31m", "model": "\u202e"}) as ledger:
         for step in range(9):
             values = {x: rng.standard_normal(n + 1).astype(np.float32) for x in ("v", "w\x1b[31m", "f#0", "f#1")}
             ledger.write(StepRecord(step, np.arange(n + 1), values, [account(step, x) for x in values]))
@@ -183,12 +183,12 @@ def test_curate(run, tmp_path) -> None:
 
 def test_audit_reads_both_kinds_of_folders(tmp_path) -> None:
     memory = MemoryLedger()
-    with Ledger(tmp_path / "disk", about={"method": "first", "update": "frozen"}) as ledger:
+    with Ledger(tmp_path / "disk", about={"method": "first"}) as ledger:
         for step in range(3):
             record = StepRecord(step, np.array([1]), {"v": np.array([1], np.float32)}, [account(step, "v")])
             memory.write(record)
             ledger.write(record)
-    memory.save(tmp_path / "saved", {"method": "first", "update": "frozen"})
+    memory.save(tmp_path / "saved", {"method": "first"})
     first, second = (invoke(["audit"], str(tmp_path / name)) for name in ("disk", "saved"))
     assert first.exit_code == 0, first.output
     assert first.output == second.output

@@ -17,7 +17,7 @@ from inrun.ledger import Ledger, StepRecord
 def run(path, rough: int | None = 20, audited: int = 2, name: str = "v", **about):
     """Forty steps, one of them rough, the first few audited."""
     rng = np.random.default_rng(0)
-    with Ledger(path, about={"method": "midpoint", "update": "secant", **about}) as ledger:
+    with Ledger(path, about={"method": "step"} | about) as ledger:
         for step in range(40):
             values = rng.normal(0, 0.01, 8) * (50 if step == rough else 1)
             spread, data = float(np.abs(values).sum()), float(values.sum())
@@ -25,7 +25,7 @@ def run(path, rough: int | None = 20, audited: int = 2, name: str = "v", **about
             row["clip"] = 0.05 if step == rough else 1.0
             if step < audited:
                 row |= {"loss_after": 2.9 - data, "decay": 0.0, "residual": 1e-3 * spread}
-                row |= {} if about.get("credit") == "whole" else {"momentum": 0.1, "optimizer": 0.1}
+                row |= {} if about.get("method") == "whole" else {"momentum": 0.1}
             ledger.write(StepRecord(step, np.arange(8) + 8 * step, {name: values.astype(np.float32)}, [row]))
     return path
 
@@ -39,7 +39,7 @@ def test_audit_tells_people_and_machines(tmp_path) -> None:
     assert "balance" not in shown.output
     told = json.loads(CliRunner().invoke(cli, ["audit", path, "--json"]).output)
     (found,) = told["validation_sets"]
-    assert told["credit"] == "step" and found["state"] == "thin" and found["audited_share"] < 0.5
+    assert told["method"] == "step" and found["state"] == "thin" and found["audited_share"] < 0.5
     assert [o["step"] for o in found["outsized"]] == [20] and found["outsized_share"] == found["outsized"][0]["share"] > 0.4
     assert {"scores_sum", "top_share", "samples", "advice", "verdict", "inherited"} <= set(found)
 
@@ -59,14 +59,14 @@ def test_the_end_of_training_names_steps_and_what_to_do(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("credit", "says", "never"), [("whole", "Every push belongs to a sample", "Momentum"), ("step", "Momentum is", "push belongs")]
+    ("method", "says", "never"), [("whole", "Every push belongs to a sample", "Momentum"), ("step", "Momentum is", "push belongs")]
 )
-def test_the_demo_tells_which_game_it_played(tmp_path, capsys, credit, says, never) -> None:
+def test_the_demo_tells_which_method_it_had(tmp_path, capsys, method, says, never) -> None:
     from rich.console import Console
 
     from inrun.analysis import summarise_run
 
-    books = summarise_run(run(tmp_path / "run", audited=40, credit=credit)).as_dict()
+    books = summarise_run(run(tmp_path / "run", audited=40, method=method)).as_dict()
     _tell_books(Console(width=200), {"books": books})
     text = capsys.readouterr().out
     assert says in text and never not in text and "step 20 holds" in text and "data" in text

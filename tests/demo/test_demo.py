@@ -45,7 +45,7 @@ def test_planted_samples_are_told_by_their_scores(tmp_path):
     sources = [NOISE, NOISE, SCRAMBLED, "os.py", "re.py"]
     texts = [{"sample_id": i, "source": s, "text": f"text {i}"} for i, s in enumerate(sources)]
     values = {0: (-1.0, -1.1), 1: (-1.0, -1.2), 2: (-1.0, 0.9), 3: (-2.0, -2.1), 4: (1.0, 1.0)}
-    with inrun.Ledger(tmp_path / "run", about={"method": "midpoint", "update": "secant"}) as ledger:
+    with inrun.Ledger(tmp_path / "run", about={"method": "step"}) as ledger:
         ledger.register_samples(texts)
         columns = {f"a#{k}": np.array([values[i][k] for i in range(5)], np.float32) for k in (0, 1)}
         ledger.write(StepRecord(0, np.arange(5), columns, []))
@@ -87,7 +87,7 @@ def test_a_short_demo_tells_its_story(tmp_path):
 def test_the_story_prints_no_control_characters(tmp_path):
     hostile = "\x1b[31m[bold]red\x07\u202eevil"
     run = tmp_path / "run"
-    with inrun.Ledger(run, about={"method": "midpoint", "update": "secant"}) as ledger:
+    with inrun.Ledger(run, about={"method": "step"}) as ledger:
         ledger.register_samples([{"sample_id": i, "source": hostile, "domain": hostile, "text": hostile} for i in range(3)])
         ledger.write(StepRecord(0, np.arange(3), {"a": np.array([1.0, -1.0, 0.5], np.float32)}, []))
     result = Result(Status(1, 1, validation={"a": 1.0}), True, 0, 1.0)

@@ -21,7 +21,7 @@ def train(folder: Path) -> None:
     optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[2].parameters(), lr=0.02)]
     x = torch.randn(5, 3).double()
     with inrun.Accountant(
-        model, optimizers, lambda m: m(x[:1]).square().sum(), method="midpoint", ledger=folder, audit_every=1
+        model, optimizers, lambda m: m(x[:1]).square().sum(), method="step", ledger=folder, audit_every=1
     ) as accountant:
         for _ in range(2):
             with accountant.step(range(5)):
@@ -54,5 +54,5 @@ def test_books_from_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     accounts = run.accounts()
     assert accounts.schema.names == schema.ACCOUNTS.names
     assert accounts["lr_by_optimizer"].null_count == len(accounts)
-    assert "validation" in str(summarise(accounts, "midpoint", "secant"))
+    assert "validation" in str(summarise(accounts, "step"))
     assert run.scores(view="per_lr").num_rows == 5

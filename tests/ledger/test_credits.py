@@ -18,7 +18,9 @@ from inrun.ledger.merge import merge
 from inrun.ledger.repair import repair
 from inrun.ledger.verify import verify
 
-WHOLE = {"method": "midpoint", "update": "realised", "credit": "whole"}
+WHOLE = {"method": "whole"}
+#: As runs said it before there were four methods.
+OLDER = {"method": "midpoint", "update": "realised", "credit": "whole"}
 WINDOW = 3
 
 
@@ -297,16 +299,24 @@ def test_merge_refuses_a_step_settled_at_two_moments(tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_merge_refuses_another_kind_of_credit(tmp_path) -> None:
+def test_merge_refuses_another_method(tmp_path) -> None:
     here, there, _ = continued(tmp_path)
     about = json.loads((there / "run.json").read_text())
-    (there / "run.json").write_text(json.dumps({**about, "credit": "step"}))
-    with pytest.raises(LedgerError, match="differ in credit"):
+    (there / "run.json").write_text(json.dumps({**about, "method": "step"}))
+    with pytest.raises(LedgerError, match="differ in method"):
         merge([here, there], tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("about", "credit"), [({}, "step"), ({"credit": "step"}, "step"), (WHOLE, "whole"), ({"credit": 3}, "step")]
+    ("about", "credit"),
+    [
+        ({}, "step"),
+        (WHOLE, "whole"),
+        ({"method": "first"}, "step"),
+        (OLDER, "whole"),
+        ({**OLDER, "credit": "step"}, "step"),
+        ({"method": 3}, "step"),
+    ],
 )
 def test_credit_of(about: dict, credit: str) -> None:
     assert credit_of(about) == credit

@@ -44,7 +44,7 @@ def kill_until_done(folder: Path, kills: int, whole: float, seed: int) -> int:
     while count < kills or (len(reached) < 4 and count < 10 * kills):  # under load kills may fall into one place
         count += run_in_fork(folder, False, rng.uniform(0.0, 0.6) * whole)
         if (folder / "checkpoint.pt").exists():
-            reached.add(torch.load(folder / "checkpoint.pt", weights_only=True)["accountant"]["step"])
+            reached.add(torch.load(folder / "checkpoint.pt", weights_only=True)["accountant"]["steps_done"])
         if (folder / "done").exists():  # finished before enough kills: start over in the same folder
             (folder / "done").unlink()
             (folder / "checkpoint.pt").unlink()

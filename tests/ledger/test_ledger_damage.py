@@ -32,7 +32,7 @@ def step(number: int, scale: float = 1.0, ids=(1, 2, 3)) -> StepRecord:
 
 def write_books(path: Path, about: dict | None = None, scale: float = 1.0) -> dict:
     """Two parts per step and one step per record, with a kill and a resume on the way; returns the last mark."""
-    ledger = Ledger(path, flush_every=1, files=QuickFiles(), about={"method": "first", "update": "sgd", **(about or {})})
+    ledger = Ledger(path, flush_every=1, files=QuickFiles(), about={"method": "first", **(about or {})})
     for n in range(5):
         ledger.write(step(n, scale))
     mark = ledger.mark()

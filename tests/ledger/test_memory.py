@@ -41,7 +41,7 @@ def save_as_before(memory: MemoryLedger, folder) -> None:
     for name, table in (("contributions", memory.contributions()), ("accounts", memory.accounts())):
         (folder / name).mkdir(parents=True)
         pq.write_table(table, folder / name / "part-0.parquet", write_page_checksum=True)
-    about = {"schema": 1, "sign": "+", "unit": "nats", "method": "first", "update": "sgd", "steps": 4}
+    about = {"schema": 1, "sign": "+", "unit": "nats", "method": "first", "steps": 4}
     (folder / "run.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -55,7 +55,7 @@ KEY = [("validation", "ascending"), ("sample_id", "ascending")]
 
 
 def test_what_is_saved_is_a_ledger(memory, tmp_path) -> None:
-    run = memory.save(tmp_path / "run", {"method": "first", "update": "sgd"})
+    run = memory.save(tmp_path / "run", {"method": "first"})
     assert verify(run).good and verify(run).parts == 2
     reader = Ledger.open(run)
     assert reader.about["method"] == "first" and reader.about["run_id"]
@@ -77,7 +77,7 @@ def test_nothing_is_saved_as_an_empty_ledger(tmp_path) -> None:
 
 def test_what_earlier_versions_saved_is_read_as_what_is_saved_now(memory, tmp_path) -> None:
     save_as_before(memory, tmp_path / "old")
-    memory.save(tmp_path / "new", {"method": "first", "update": "sgd"})
+    memory.save(tmp_path / "new", {"method": "first"})
     old, new = Ledger.open(tmp_path / "old"), Ledger.open(tmp_path / "new")
     assert old.scores().equals(new.scores()) and old.accounts().equals(new.accounts()) and old.samples() is None
     for command, more in (("audit", []), ("scores", []), ("scores", ["--all", "--csv"])):

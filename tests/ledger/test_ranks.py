@@ -99,7 +99,7 @@ def write_rank(folder: Path, rank: int, world: int, steps: int, meeting: Meeting
         ledger = Ledger.resume(run, None, rank=rank, world=world, flush_every=5 + 3 * rank)
     else:
         meeting.wait(rank)  # all have seen that there is no run
-        ledger = Ledger(run, rank=rank, world=world, flush_every=5 + 3 * rank, about={"credit": "whole"})
+        ledger = Ledger(run, rank=rank, world=world, flush_every=5 + 3 * rank, about={"method": "whole"})
     for step in range(0 if state is None else state["step"], steps):
         meeting.wait(rank)  # as a reduction of gradients does
         ledger.write(record(step, rank, world))
@@ -157,7 +157,7 @@ def test_ranks_leave_the_books_of_one_process(tmp_path, world: int, capfd) -> No
     run = tmp_path / "job" / "run"
     assert books(run) == expected(33)
     assert verify(run).good and not verify(run).notes
-    with Ledger(tmp_path / "alone", about={"credit": "whole"}, files=QuickFiles()) as alone:
+    with Ledger(tmp_path / "alone", about={"method": "whole"}, files=QuickFiles()) as alone:
         for step in range(33):
             alone.write(record(step, 0, 1))
     assert Ledger.open(run).scores().equals(Ledger.open(tmp_path / "alone").scores())

@@ -19,7 +19,7 @@ from inrun.ledger import Ledger, MemoryLedger, SettledCredits, StepRecord
 from inrun.ledger.schema import SCORES
 from inrun.ledger.scores import VIEWS
 
-WHOLE = {"credit": "whole"}
+WHOLE = {"method": "whole"}
 
 
 def record(step: int, ids: list[int], values: dict[str, list[float]], settled=(), lr: float = 0.5) -> StepRecord:

@@ -182,7 +182,7 @@ def test_what_was_never_used_is_said_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_may_still_change_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with inrun.Ledger(tmp_path / "run", about={"credit": "whole"}) as ledger:
+    with inrun.Ledger(tmp_path / "run", about={"method": "whole"}) as ledger:
         ledger.register_samples([{"sample_id": 1, "text": "a"}, {"sample_id": 2, "text": "b"}])
         for step in range(3):
             ledger.write(inrun.ledger.StepRecord(step, [1, 2], {"v": [0.5, -0.5]}, [{"step": step, "validation": "v"}]))

@@ -105,12 +105,12 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 RUNS: dict[str, dict[str, Any]] = {
     "whole credit, folds": {},
     "whole credit, exact, a batch that is no multiple": {
-        "scoring": {"credit_memory": "exact", "audit_every": 4},
+        "scoring": {"sketch": "exact", "audit_every": 4},
         "batch": {"size": 5},
     },
-    "step game, accumulated": {"scoring": {"method": "midpoint", "audit_every": 4}, "batch": {"size": 8, "accumulation": 2}},
+    "step, accumulated": {"scoring": {"method": "step", "audit_every": 4}, "batch": {"size": 8, "accumulation": 2}},
     "fsdp": {"distributed": {"mode": "fsdp", "timeout": 120.0}},
-    "fsdp, step game, accumulated": {
+    "fsdp, first, accumulated": {
         "distributed": {"mode": "fsdp", "timeout": 120.0},
         "scoring": {"method": "first", "audit_every": 4},
         "batch": {"size": 8, "accumulation": 2},
@@ -121,15 +121,15 @@ RUNS: dict[str, dict[str, Any]] = {
 
 SLOW = (
     "whole credit, exact, a batch that is no multiple",
-    "step game, accumulated",
-    "fsdp, step game, accumulated",
+    "step, accumulated",
+    "fsdp, first, accumulated",
     "validation rows that are taken by all",
 )
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
 def test_two_processes_leave_the_books_of_one(folder: Path, name: str) -> None:
-    """In the step game, of one that adds up the slices that ranks have: its first steps divide by the gradient as it is rounded."""
+    """Without whole credit, of one that adds up the slices that ranks have: first steps divide by the gradient as it is rounded."""
     batch = dict(RUNS[name].get("batch", {}))
     if "method" in RUNS[name].get("scoring", {}):
         batch["accumulation"] = 2 * batch.get("accumulation", 1)
@@ -153,8 +153,9 @@ def test_four_processes_leave_the_books_of_one(folder: Path) -> None:
     ("scoring", "mode"),
     [
         pytest.param({}, "ddp", id="whole"),
-        pytest.param({"method": "first"}, "ddp", id="step", marks=pytest.mark.slow),
-        pytest.param({"method": "first"}, "fsdp", id="step, split", marks=pytest.mark.slow),
+        pytest.param({}, "fsdp", id="whole, split", marks=pytest.mark.slow),
+        pytest.param({"method": "first"}, "ddp", id="first", marks=pytest.mark.slow),
+        pytest.param({"method": "first"}, "fsdp", id="first, split", marks=pytest.mark.slow),
         pytest.param({"enabled": False}, "ddp", id="plain", marks=pytest.mark.slow),
         pytest.param({"enabled": False}, "fsdp", id="plain, split", marks=pytest.mark.slow),
     ],

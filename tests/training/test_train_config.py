@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inrun.errors import ConfigurationError
-from inrun.old.methods import CREDITS, METHODS, UPDATES
+from inrun.methods import METHODS
 from inrun.training.config import TrainConfig, load_config, make_config
 
 GIVEN = {"data": {"paths": ["corpus.jsonl"]}, "validation": {"math": {"where": {"domain": "math"}}}}
@@ -18,22 +18,15 @@ def test_the_papers_recipe_is_the_default():
     assert (c.batch.size, c.model.context) == (16, 1024)
 
 
-def test_whole_credit_is_the_default_and_a_named_method_the_step_game():
-    assert make_config(GIVEN).scoring.asks_whole
-    for given in ({"method": "midpoint"}, {"update": "auto"}, {"credit": "step"}):
-        assert not make_config({**GIVEN, "scoring": given}).scoring.asks_whole
-    assert make_config({**GIVEN, "scoring": {"credit": "whole", "method": "midpoint"}}).scoring.asks_whole
-    old = {"method": "first", "update": "auto", "refresh": 4}  # as resolved configurations were written before there was a choice
-    assert not make_config({**GIVEN, "scoring": old}).scoring.asks_whole
+def test_whole_credit_is_the_default():
+    assert make_config(GIVEN).scoring.method == "whole" == next(iter(METHODS))
 
 
 def test_overrides_and_the_resolved_file(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("data: {paths: [a.jsonl]}\noptimizer: {lr: 1e-3}\nvalidation:\n  math: {split: val}\n")
-    c = load_config(
-        file, ["optimizer.lr=3e-4", "model.width=64", "validation.code.where.domain=code", "scoring.deferred_memory=2GB"]
-    )
-    assert c.optimizer.lr == 3e-4 and c.model.width == 64 and c.scoring.deferred_memory == "2GB"
+    c = load_config(file, ["optimizer.lr=3e-4", "model.width=64", "validation.code.where.domain=code", "scoring.sketch=exact"])
+    assert c.optimizer.lr == 3e-4 and c.model.width == 64 and c.scoring.sketch == "exact"
     assert c.validation["code"].where == {"domain": "code"} and c.validation["math"].split == "val"
     assert load_config(file).optimizer.lr == 1e-3  # YAML 1.1 reads it as a text
     again = tmp_path / "resolved.yaml"
@@ -53,12 +46,19 @@ def test_overrides_and_the_resolved_file(tmp_path):
         (["optimizer.clip=0"], ["optimizer.clip is 0", "above 0, or null"]),
         (["batch.accumulation=3"], ["batch.size 16", "accumulation 3"]),
         (["scoring.method=third"], ["scoring.method", "third", *METHODS]),
-        (["scoring.update=third"], ["scoring.update", "third", *UPDATES]),
-        (["scoring.credit=half"], ["scoring.credit", "half", *CREDITS]),
-        (["scoring.credit=null"], ["scoring.credit", "None", "str"]),
-        (["scoring.credit_memory=disk"], ["scoring.credit_memory is 'disk'", "'exact' or 'sketch'"]),
-        (["scoring.sketch=8"], ["scoring.sketch is 8", "at least 64, or null"]),
-        (["scoring.refresh=4"], ["scoring.refresh is 4", "whole credit", "scoring.method=first"]),
+        (["scoring.method=midpoint"], ["scoring.method is 'midpoint'", "method=step"]),
+        (["scoring.method=null"], ["scoring.method", "None", "str"]),
+        (["scoring.sketch=0"], ["scoring.sketch is 0", "at least 1, exact, and null"]),
+        (["scoring.sketch=small"], ["scoring.sketch is 'small'", "exact"]),
+        (["scoring.audit_every=-1"], ["scoring.audit_every is -1", "at least 0, or null"]),
+        (["scoring.update=auto"], ["scoring.update is 'auto'", "leave it out", "method=whole"]),
+        (["scoring.credit=step"], ["scoring.credit is 'step'", "method=whole or method=step"]),
+        (["scoring.credit_memory=exact"], ["scoring.credit_memory is 'exact'", "sketch=exact"]),
+        (
+            ["scoring.quadrature=gauss3", "scoring.refresh=4"],
+            ["scoring.quadrature is 'gauss3'", "scoring.refresh is 4"],
+        ),
+        (["scoring.deferred_memory=2GB"], ["scoring.deferred_memory is '2GB'", "leave it out"]),
         (["later.dtype=bfloat16"], ["later.dtype is 'bfloat16'", "'float32'"]),
         (["tokenizer.kind=words"], ["tokenizer.kind is 'words'", "'bytes' or 'folder'"]),
         (["optimizer.lr=.inf"], ["optimizer.lr is inf", "finite"]),

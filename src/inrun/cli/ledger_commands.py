@@ -29,10 +29,10 @@ def _one_output(as_json: bool, as_csv: bool) -> None:
 
 
 def _head(run: str, view: str, out: int) -> dict[str, Any]:
-    from inrun.ledger import SIGN, UNIT, Ledger, credit_of
+    from inrun.ledger import SIGN, UNIT, Ledger, method_of
 
-    credit = credit_of(Ledger.open(run).about)
-    return {"sign": SIGN, "unit": UNIT, "view": view, "credit": credit, "contributions_left_out": out}
+    method = method_of(Ledger.open(run).about)
+    return {"sign": SIGN, "unit": UNIT, "view": view, "method": method, "contributions_left_out": out}
 
 
 def _said_view(run: str, view: str) -> str:

@@ -18,7 +18,7 @@ from inrun.analysis.queries import NO_VALUE, Agreement, Info
 from inrun.analysis.shares import Shares, money
 from inrun.cli.grid import Grid, Heading
 from inrun.cli.text import printable
-from inrun.ledger import SIGN
+from inrun.ledger import SIGN, method_of
 from inrun.report.text import counted
 
 #: What spreadsheets take for the beginning of a formula, wide forms included.
@@ -187,7 +187,7 @@ def _group_cells(group: Any, row: dict[str, Any], staged: bool, errors: bool) ->
 def print_info(i: Info) -> None:
     """Print a run at a glance."""
     say(f"run        {i.path}")
-    say(f"scored by  method {i.about.get('method', '?')}, update {i.about.get('update', '?')}; {SIGN}")
+    say(f"scored by  method {method_of(i.about)}; {SIGN}")
     steps = "none yet" if i.first_step is None else f"{i.steps:,} ({i.first_step} to {i.last_step})"
     say(f"steps      {steps}; {sum(i.skipped.values()):,} not scored")
     for reason, count in list(i.skipped.items())[:10]:

@@ -32,3 +32,20 @@ class Registered(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the name; say what there is if it is none."""
         return click.Choice(list(self.registry)).convert(value, param, ctx)
+
+
+class _Sketch(click.ParamType[int | str]):
+    """A number of numbers per sample, or "exact"."""
+
+    name = "sketch"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """Return what stands for it in the help."""
+        return "[N|exact]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the number, or "exact"."""
+        return "exact" if value == "exact" else click.IntRange(1).convert(value, param, ctx)
+
+
+SKETCH = _Sketch()

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from inrun.cli.options import JSON, RUN, Registered
+from inrun.cli.options import JSON, RUN, SKETCH, Registered
 from inrun.errors import ConfigurationError
 from inrun.methods import METHODS
 from inrun.replay import MODES
-
-
-def _credits() -> Mapping[str, Any]:
-    from inrun.old.methods import CREDITS
-
-    return CREDITS
 
 
 @click.command(
@@ -27,7 +20,7 @@ def _credits() -> Mapping[str, Any]:
 Examples:
   inrun replay runs/mine --validation new.jsonl            every step again, exactly; books in runs/mine/replays/new
   inrun replay runs/mine --validation math=new.jsonl --every 10      a tenth of the steps, a tenth of the time
-  inrun replay runs/mine --validation new.jsonl --from nearest --method first --rows 0 --refresh 1000
+  inrun replay runs/mine --validation new.jsonl --from nearest --method first --rows 0
   inrun replay runs/mine                                   only says how close replay is, by sets that were scored live
 Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
 """
@@ -46,19 +39,8 @@ Then: inrun scores runs/mine/replays/new, inrun groups ..., inrun report ...
     help="Train on from checkpoints, or look from between them, from the nearest, or from the one before.",
 )
 @click.option("--exact", is_flag=True, help="The same as --from exact.")
-@click.option(
-    "--credit",
-    type=Registered(_credits),
-    help="Pay uses by all later steps, or by their own (default: the run's; whole needs every step, exactly).",
-)
-@click.option("--method", type=Registered(METHODS), help="Default: the run's.")
-@click.option("--update", type=Registered(UPDATES), help="Default: the run's.")
-@click.option(
-    "--refresh",
-    type=click.IntRange(1),
-    metavar="K",
-    help="Steps that share a validation gradient (for methods that take it before the step).",
-)
+@click.option("--method", type=Registered(METHODS), help="Default: the run's; whole needs every step, exactly.")
+@click.option("--sketch", type=SKETCH, help='Numbers per sample, or "exact" (default: the run\'s).')
 @click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="K", help="Replay one step in K.")
 @click.option("--limit-steps", type=click.IntRange(1), metavar="N", help="Replay the first N steps only.")
 @click.option("--out", type=click.Path(), metavar="DIR", help="Where the new books go (default: RUN/replays/NAME).")
@@ -97,7 +79,7 @@ def replay(run: str, files: tuple[str, ...], quiet: bool, as_json: bool, exact: 
     with reading_bar(quiet) as reading:
         source = open_source(run, new, paths=options["data"], reading=reading)
     _set_threads(options["threads"], source)
-    look = Look(mode, options["method"], options["update"], options["refresh"], options["credit"])
+    look = Look(mode, options["method"], options["sketch"])
     sets = _check_sets(source, options["check_set"], options["check"] or not new, everything=not new)
     with progress(quiet, patience=10.0) as tell:
         if not new:

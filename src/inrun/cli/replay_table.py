@@ -44,10 +44,8 @@ def print_replayed(r: Replayed) -> None:
     """Say what was done, how close it is, and what to do with it."""
     sets = ", ".join(printable(name, 40) for name in r.validation)
     click.echo(f"{r.scored:,} of {r.recorded:,} recorded steps replayed for {sets} in {r.seconds:.0f} s")
-    paid = (
-        "all later steps, through the optimizer's momentum (whole credit)" if r.credit == "whole" else "its own step (credit step)"
-    )
-    click.echo(f"  a use of a sample is paid by {paid}")
+    paid = "all later steps, through the optimizer's momentum" if r.method == "whole" else "its own step"
+    click.echo(f"  a use of a sample is paid by {paid} (method {r.method})")
     if r.scored < r.recorded:
         click.echo("  scores are sums over the steps replayed: a part of the run's, and not scaled up")
     if r.skipped:

@@ -24,7 +24,7 @@ Examples:
   inrun train config.yaml
   inrun train config.yaml optimizer.lr=3e-4 run=runs/low-lr
   inrun train data.paths=[corpus.jsonl.gz] validation.math.where.domain=math steps=2000 model.width=256
-  inrun train config.yaml scoring.method=first     scores samples by what they did in their own step
+  inrun train config.yaml scoring.method=step      scores samples by what they did in their own step
   inrun train config.yaml --resume            goes on from the newest checkpoint, bit for bit
   inrun train config.yaml --dry-run           prints the resolved configuration
   torchrun --nproc-per-node 4 -m inrun train config.yaml    four processes; --resume goes on with any number of them
@@ -42,7 +42,8 @@ def train(arguments: tuple[str, ...], resume: bool, dry_run: bool, quiet: bool, 
     not say is the paper's recipe. NAME=VALUE overrides single options, with dots for sections.
 
     Samples are scored by whole credit: every push that moves the weights, now or later through momentum, belongs to a sample, and
-    the samples' credits add up to what the model learned. scoring.credit=step, or a scoring.method, counts its own step alone.
+    the samples' credits add up to what the model learned. scoring.method=step counts its own step alone; first and second are
+    the paper's.
     """
     from inrun.training.config import load_config
 

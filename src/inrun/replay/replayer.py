@@ -3,11 +3,11 @@
 Exactly: training goes on from the last checkpoint before a step, with its batches, learning rates and random numbers. This is the
 run itself, to rounding. It is put onto every checkpoint that it comes by.
 
-Under whole credit a use is paid by the steps after it, too. That needs them all in their order, from the beginning, where nothing
-is remembered yet: an exact replay without gaps. Wherever steps are looked at one by one the step game is played, and said so.
+With method="whole" a use is paid by the steps after it, too. That needs them all in their order, from the beginning, where nothing
+is remembered yet: an exact replay without gaps. Wherever steps are looked at one by one method="step" is taken, and said so.
 
 Pinned: a recorded batch is run at a state that was saved (see ``viewpoints``), with the learning rate and the clip factor that
-its step had, and nothing of it stays. Steps do not depend on each other, and can share a validation gradient.
+its step had, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Any
 import msgspec
 import torch
 
+from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, CreditError, TrainingError
 from inrun.ledger import StepRecord
 from inrun.ledger.record import SettledCredits
-from inrun.engine import Accountant
-from inrun.engine.processes import Processes
 from inrun.replay import MODES
 from inrun.replay.source import RecordedStep, Source
 from inrun.replay.viewpoints import Anchor, Shelf, Stage, Viewpoint, viewpoint_of
 from inrun.training.loop import Training, lr_at
 from inrun.training.order import Ids
-from inrun.training.prepare import Held
 from inrun.training.processes import Job
 from inrun.training.validation import validation_loss
 
@@ -48,54 +47,33 @@ class Look:
 
     #: One of :data:`inrun.replay.MODES`.
     mode: str = "exact"
+    #: One of :data:`inrun.methods.METHODS`.
     method: str | None = None
-    update: str | None = None
-    #: Steps that share one validation gradient, as far as they are looked at from one viewpoint.
-    refresh: int | None = None
-    #: One of :data:`inrun.old.engine.credit.choice.CREDITS`.
-    credit: str | None = None
+    #: Numbers per sample, or "exact".
+    sketch: int | str | None = None
 
-    def game(self, source: Source, steps: Sequence[RecordedStep]) -> str:
-        """Return "whole" or "step": by which credit these steps are scored.
+    def method_for(self, source: Source, steps: Sequence[RecordedStep]) -> str:
+        """Return the method by which these steps are scored.
 
         Raises:
             ConfigurationError: Whole credit was asked for where steps are looked at one by one.
         """
-        asked = self.credit if self.credit in ("whole", "step") else None
-        if asked == "step" or (asked is None and (source.credit == "step" or self.method or self.update or self.refresh)):
-            return "step"
-        gaps = not steps or [r.step for r in steps] != [r.step for r in source.steps[: len(steps)]]
-        if self.mode == "exact" and not gaps:
-            return "whole"
+        wanted = self.method or source.method
+        in_order = bool(steps) and [r.step for r in steps] == [r.step for r in source.steps[: len(steps)]]
+        if wanted != "whole" or (self.mode == "exact" and in_order):
+            return wanted
         why = "only some steps are taken again" if self.mode == "exact" else f"steps are looked at one by one (from {self.mode})"
-        if asked == "whole":
+        if self.method == "whole":
             raise ConfigurationError(
-                f"whole credit pays a use by all the steps after it, and here {why}; replay every step exactly, or take "
-                "credit='step'"
+                f"whole credit pays a use by all the steps after it, and here {why}; replay every step exactly, or take method=step"
             )
         log.warning(
-            "inrun: %s was scored by whole credit, which pays a use by all the steps after it. Here %s, so they are scored step by "
-            'step (credit="step", method="midpoint"): what a use did in its own step',
+            "inrun: %s was scored by whole credit, which pays a use by all the steps after it. Here %s, so they are scored by "
+            'method="step": what a use did in its own step',
             source.run,
             why,
         )
         return "step"
-
-    def accountant_options(self, source: Source, game: str) -> dict[str, Any]:
-        """Return what the accountant is told, with the run's own choices where there is no other."""
-        s = source.config.scoring
-        own = self.method in (None, s.method)
-        shared = {"credit": game, "deferred_memory": s.deferred_memory, "bitwise": s.bitwise}
-        if game == "whole":
-            kept = {"credit_memory": s.credit_memory, "sketch": s.sketch, "quadrature": s.quadrature if s.asks_whole else None}
-            return {**shared, **kept, "method": self.method, "update": self.update, "refresh": self.refresh or 1}
-        return {
-            **shared,
-            "method": self.method or s.method or "midpoint",
-            "update": self.update or (s.update if own else None) or "auto",
-            "refresh": self.refresh or (s.refresh if own else 1),
-            "quadrature": s.quadrature if own else None,
-        }
 
 
 @dataclass(frozen=True)
@@ -127,16 +105,6 @@ class _Relay:
         self._settle([s for s in settled if s.step in self._wanted])
 
 
-@dataclass(frozen=True)
-class _InTurns(Held):
-    """A validation set that draws its rows anew only where a validation gradient is taken anew."""
-
-    every: int = 1
-
-    def rows(self, step: int, device: str) -> torch.Tensor:
-        return super().rows(step - step % self.every, device)
-
-
 class Replayer:
     """A model, an optimizer and an accountant for looking back at one run.
 
@@ -156,18 +124,22 @@ class Replayer:
             what = f"no validation set {unknown[0]!r}" if unknown else "no validation set to score"
             raise ConfigurationError(f"there is {what}; {source.run} knows {', '.join(source.data.validation) or 'none'}")
         self.source, self.look, self.sets = source, look, list(sets)
-        game = look.game(source, source.steps if steps is None else steps)
-        plain = msgspec.structs.replace(source.config, scoring=msgspec.structs.replace(source.config.scoring, enabled=False))
+        method = look.method_for(source, source.steps if steps is None else steps)
+        scoring = source.config.scoring
+        plain = msgspec.structs.replace(source.config, scoring=msgspec.structs.replace(scoring, enabled=False))
         self.training = Training(plain, source.data)
-        options = look.accountant_options(source, game)
         self.relay = _Relay()
-        losses = {}
-        for name in sets:
-            held = source.data.validation[name]
-            losses[name] = validation_loss(_InTurns(**vars(held), every=options["refresh"]), Job(Processes(), source.config.device))
-        audit = source.config.scoring.audit_every if look.mode == "exact" else 0  # elsewhere the books would not be the run's
+        alone = Job(Processes(), source.config.device)
         self.accountant = Accountant(
-            self.training.model, self.training.optimizer, losses, audit_every=audit, ledger=self.relay, **options
+            self.training.model,
+            self.training.optimizer,
+            {name: validation_loss(source.data.validation[name], alone) for name in sets},
+            method=method,
+            sketch=scoring.sketch if look.sketch is None else look.sketch,
+            ledger=self.relay,
+            audit_every=scoring.audit_every,
+            check_rows=scoring.check_rows,
+            bitwise=scoring.bitwise,
         )
         shelf = Shelf(source.config, source.data.tokenizer.vocab_size, self.training.model)
         self.stage = Stage(self.training.model, self.training.optimizer, shelf)
@@ -186,17 +158,14 @@ class Replayer:
     ) -> None:
         """Score recorded steps, each from its own viewpoint, in their order."""
         self.relay.send_to(write, lambda settled: None, {r.step for r in steps})
-        at, last = [a.step for a in anchors], None
+        at = [a.step for a in anchors]
         with torch.random.fork_rng():
             for done, recorded in enumerate(steps, 1):
                 view = viewpoint_of(recorded.step, at, mode)
                 here = self.stage.put(recorded, anchors, view)
                 # Random numbers of the step are known at the checkpoint alone; elsewhere dropout would only add noise of its own.
                 self.training.model.train(here)
-                fresh = last is None or (view.first, view.second) != (last.first, last.second)
-                self._go_to(recorded.step, fresh, recorded.rough)
-                last = view
-                self._score(recorded.ids, recorded.lr, recorded.clip)
+                self._score(recorded.step, recorded.ids, recorded.lr, recorded.clip)
                 tell(done, len(steps))
 
     def exact(
@@ -213,7 +182,7 @@ class Replayer:
             How far off the weights were where training came by a checkpoint; it then went on from the checkpoint itself.
         """
         self.relay.send_to(write, settle, set(wanted))
-        whole = self.accountant.credit == "whole"
+        whole = self.accountant.method == "whole"
         recorded, at = {r.step: r for r in self.source.steps}, [a.step for a in anchors]
         passed: list[Passed] = []
         position = -1
@@ -231,7 +200,7 @@ class Replayer:
                         here = anchors[at.index(position)]
                         passed.append(Passed(position, self.stage.furthest(here)))
                         self._go_on_from(here)
-                    self._step_exactly(position, recorded.get(position), scored=whole or position == step, fresh=jumps)
+                    self._step_exactly(position, recorded.get(position), scored=whole or position == step)
                     jumps, position = False, position + 1
                     if position > step:
                         break
@@ -240,37 +209,31 @@ class Replayer:
             passed.append(Passed(position, self.stage.furthest(anchors[at.index(position)])))
         return passed
 
-    def _step_exactly(self, step: int, known: RecordedStep | None, scored: bool, fresh: bool) -> None:
+    def _step_exactly(self, step: int, known: RecordedStep | None, scored: bool) -> None:
         # A step without books was not scored live; it moved the weights all the same, unless its gradient was not finite.
         ids = self.training.order.batch(step) if known is None else known.ids
         lr = lr_at(step, self.source.config) if known is None else known.lr
         if scored:
-            self._go_to(step, fresh, None if known is None else known.rough)
-            self._score(ids, lr, None)
+            self._score(step, ids, lr, None)
         else:
             self.training.set_lr(lr)
-            with self.accountant.suspended():
-                self._train(ids, None, None)
+            self._train(ids, None, None)
 
     def _go_on_from(self, anchor: Anchor) -> None:
         updates = self.stage.shelf.load(anchor).updates
         there = RecordedStep(anchor.step, self.source.steps[0].ids, 0.0, None, updates)
         self.stage.put(there, [anchor], Viewpoint(0, None, 0.0))
 
-    def _go_to(self, step: int, fresh: bool, rough: bool | None) -> None:
-        """Tell the accountant which step comes; where a run refreshes its validation gradients, and if ``fresh``, it has none."""
-        refresh = self.accountant.refresh
-        self.accountant.seek(step, afresh=fresh or (refresh > 1 and step % refresh == 0), rough=rough)
-
-    def _score(self, ids: Ids, lr: float, clip: float | None) -> None:
-        self.training.set_lr(lr)  # before the step opens: lookahead moves by it
+    def _score(self, step: int, ids: Ids, lr: float, clip: float | None) -> None:
+        self.training.set_lr(lr)
+        self.accountant.seek(step)
         try:
             with self.accountant.step() as observe:
                 self._train(ids, clip, observe)
         except CreditError as error:
             raise TrainingError(
                 "training again came to another state of the optimizer than the run's checkpoint has, as with other software or "
-                f"hardware, and credits cannot go on over it; replay step by step with --credit step. ({error})"
+                f"hardware, and credits cannot go on over it. Replay step by step with --method step. ({error})"
             ) from error
 
     def _train(self, ids: Ids, clip: float | None, observe: Any) -> None:

@@ -29,8 +29,7 @@ class Replayed:
 
     out: str
     mode: str
-    #: "whole" or "step": by which credit.
-    credit: str
+    method: str
     validation: list[str]
     #: Steps in the run's books, and those of them that were replayed and scored.
     recorded: int
@@ -123,28 +122,28 @@ def replay(
     at = [a.step for a in anchors_of(source.checkpoints)]
     far = 0 if look.mode == "exact" else max(_distance(r.step, at, look.mode) for r in steps)
     spacing = float(np.median(np.diff(at))) if len(at) > 1 else float("nan")
-    credit = replayer.accountant.credit
+    method = replayer.accountant.method
     credits = None
-    if credit == "whole":
+    if method == "whole":
         # Where the replay ends before the run, uses at its end are paid in part, and those of the run were paid in full.
         whole = steps[-1].step == source.steps[-1].step
         credits = {step: s for step, s in scribe.settled.items() if whole or step in in_full}
-    unchecked = _unlike(source.credit, credit, bool(credits)) if check else ""
+    unchecked = _unlike(source.method, method, bool(credits)) if check else ""
     compared = [] if unchecked else check
     held = [compare(source, n, steps, scribe.kept, look.mode, spacing, len(at), seconds, credits) for n in compared]
     scored = len(steps) - len(scribe.skipped)
     return Replayed(
-        str(final), look.mode, credit, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds, unchecked
+        str(final), look.mode, method, list(sets), len(source.steps), scored, scribe.skipped, far, passed, held, seconds, unchecked
     )
 
 
 def _unlike(live: str, now: str, some: bool) -> str:
     """Say why a replay cannot be held against live scores; empty if it can."""
-    if live == "step" and now == "whole":
-        return "the run was scored step by step, and these are whole credits"
-    if live == "whole" and now == "step":
-        return "the run was scored by whole credit, and these steps by the step game; `inrun replay RUN` compares like with like"
-    return "" if some or now == "step" else "no use was paid in full within the steps replayed, as those of the run were"
+    if now == "whole" and live != "whole":
+        return f"the run was scored by method={live}, and these are whole credits"
+    if live == "whole" and now != "whole":
+        return f"the run was scored by whole credit, and these steps by method={now}; `inrun replay RUN` compares like with like"
+    return "" if some or now != "whole" else "no use was paid in full within the steps replayed, as those of the run were"
 
 
 class _Scribe:
@@ -200,7 +199,7 @@ def _about(source: Source, sets: Sequence[str], look: Look, replayer: Replayer, 
     told = replayer.accountant.about()
     shape, size = describe_model(model), sum(p.numel() for p in model.parameters())
     return {
-        **{key: told[key] for key in ("method", "update", "credit", "credit_memory", "sketch") if key in told},
+        **{key: told[key] for key in ("method", "sketch") if key in told},
         "validation": list(sets),
         "model": f"{shape.get('type') or shape.get('model_type')}, {size:,} parameters",
         "optimizers": ["AdamW"],

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from inrun.corpus.build import Tell
 from inrun.errors import ConfigurationError, TrainingError
-from inrun.ledger import Ledger, Skip, credit_of
+from inrun.ledger import Ledger, Skip, method_of
 from inrun.ledger.labels import set_of
 from inrun.training.checkpoint import Checkpoint, checkpoints_of, whole_checkpoints
 from inrun.training.config import TrainConfig, ValidationSet, load_config, make_config
@@ -41,10 +41,8 @@ class RecordedStep:
     updates: int
     #: Contributions of the sets that were scored live, by label (a set, or one of its folds), ``[n]`` each.
     live: dict[str, Floats] = field(default_factory=dict)
-    #: Under whole credit: the settled credits of its uses, in the same way; empty while its window is open.
+    #: With method="whole": the settled credits of its uses, in the same way; empty while its window is open.
     credits: dict[str, Floats] = field(default_factory=dict)
-    #: Whether it took more quadrature points than steps usually do; None where no books say it.
-    rough: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class Source:
     steps: list[RecordedStep]
     #: Steps that were not scored, with the reason.
     skipped: dict[int, str]
-    #: "whole" or "step": which credit the run itself was scored by; without books, the one its configuration asks for.
-    credit: str = "step"
+    #: By which the run itself was scored; without books, the one that its configuration names.
+    method: str = "whole"
 
     @property
     def live_sets(self) -> list[str]:
@@ -108,17 +106,17 @@ def open_source(
     if Ledger.exists(folder):
         reader = Ledger.open(folder)
         steps, skipped = _recorded(reader.contributions(), reader.accounts(), reader.credits())
-        run_id, credit = str(reader.about.get("run_id")), str(credit_of(reader.about))
+        run_id, method = str(reader.about.get("run_id")), method_of(reader.about)
     else:
         log.warning(
             "inrun: %s was trained without scores: its batches follow from its seed, and no live score can be checked", folder
         )
         steps, skipped, run_id = _by_seed(config, data, checkpoints[-1].step), {}, None
-        credit = "whole" if config.scoring.asks_whole else "step"
+        method = config.scoring.method
     if not steps:
         why = f"all {len(skipped)} were skipped, such as {next(iter(skipped.items()))}" if skipped else "wait until it has some"
         raise TrainingError(f"{folder} has no scored step in its books, and there is nothing to replay: {why}")
-    return Source(folder, run_id, config, data, checkpoints, steps, skipped, credit)
+    return Source(folder, run_id, config, data, checkpoints, steps, skipped, method)
 
 
 def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]) -> TrainConfig:
@@ -141,7 +139,7 @@ def _config(folder: Path, new: Mapping[str, ValidationSet], paths: Sequence[str]
 
 def _recorded(contributions: pa.Table, accounts: pa.Table, credits: pa.Table) -> tuple[list[RecordedStep], dict[int, str]]:
     """Put together what the books say, step by step."""
-    grouped = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min"), ("points", "max")])
+    grouped = accounts.group_by("step").aggregate([("lr", "min"), ("clip", "min"), ("skipped", "min")])
     first = grouped.sort_by("step").to_pylist()
     skipped = {a["step"]: a["skipped_min"] for a in first if a["skipped_min"] is not None}
     # A step that the optimizer left out moved nothing, and it did not count it.
@@ -156,8 +154,7 @@ def _recorded(contributions: pa.Table, accounts: pa.Table, credits: pa.Table) ->
             ids = next(iter(parts.values()))[0]
             updates = step - int(np.searchsorted(held, step))
             paid = {label: by_step[step][1] for label, by_step in settled.items() if step in by_step}
-            rough = None if account["points_max"] is None else account["points_max"] > 1
-            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live, paid, rough))
+            steps.append(RecordedStep(step, ids, account["lr_min"], account["clip_min"], updates, live, paid))
     return steps, skipped
 
 

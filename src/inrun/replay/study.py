@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -71,16 +70,15 @@ def study(
         sets: Validation sets that were scored live; every step takes the same rows as it did then.
         modes: From where steps are looked at. "exact" is done once: fewer checkpoints would only make it longer.
         count: About how many steps to compare; live scores are added up over the same ones.
-        look: Method and update; those of the run by default. Steps are looked at one by one, so the step game is played: beside a
-            run that was scored by whole credit, live figures are what uses did in their own steps, with the factors that these
-            really applied (``update="realised"``).
+        look: Method and sketch; those of the run by default. Steps are looked at one by one: beside a run that was scored by whole
+            credit, the method is "step", and live figures are what uses did in their own steps.
         tell: Called after every step.
     """
     unknown = [name for name in sets if name not in source.live_sets]
     if unknown or not sets:
         live = ", ".join(source.live_sets) or "none"
         raise ConfigurationError(f"{source.run} did not score a validation set {unknown[0] if sets else ''!r} live; it has {live}")
-    replayer = Replayer(source, sets, _beside(source, look or Look()), source.steps[1:])  # whatever the mode, only some steps
+    replayer = Replayer(source, sets, look or Look(), source.steps[1:])  # whatever the mode, only some steps
     found: list[Closeness] = []
     try:
         for some in thinnings(anchors_of(source.checkpoints)):
@@ -90,13 +88,6 @@ def study(
     finally:
         replayer.close()
     return found
-
-
-def _beside(source: Source, look: Look) -> Look:
-    """Return the look that gives what was live: whole credit's own parts are shares of the move as it was really made."""
-    if source.credit != "whole" or look.method is not None or look.update is not None:
-        return look
-    return replace(look, update="realised")
 
 
 def _one(replayer: Replayer, anchors: list[Anchor], mode: str, count: int, tell: Tell) -> list[Closeness]:

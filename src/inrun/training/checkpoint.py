@@ -4,7 +4,7 @@
 
     checkpoints/step-00000200/model.safetensors, optimizer.safetensors, random.safetensors, credit.safetensors, state.json
 
-``credit.safetensors`` is there under whole credit alone: the windows that are open, without which samples' later pay would be lost.
+``credit.safetensors`` has the tensors of the accountant's state, such as the rows of open uses.
 Of several processes rank 0 writes what is the same on all, and each other one its own ``random-r1.safetensors`` and
 ``credit-r1.safetensors``; any number of processes can go on from them.
 A checkpoint is written aside, synced and renamed, so that it is whole or absent; ``state.json`` has the digests of the others.
@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from inrun.errors import TrainingError
-from inrun.files import Files, put_folder
 from inrun.engine.processes import Processes
 from inrun.engine.saved import join_state, split_state
+from inrun.errors import TrainingError
+from inrun.files import Files, put_folder
 from inrun.training.parallel import is_split, split_like, whole
 
 log = logging.getLogger("inrun")
@@ -92,21 +92,16 @@ class Checkpoint:
         return 1 + len(self.state.get("accountants", ()))
 
     def accountant_state(self, rank: int = 0, world: int = 1, split: bool = False) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return what :meth:`inrun.Accountant.load_state_dict` takes, with the tensors of open windows where there are any.
+        """Return what :meth:`inrun.Accountant.load_state_dict` takes.
 
-        That is the state of a rank, or those of all ranks where their number is another now. Open windows have parts that are split
-        as the parameters are (``split``): where that is done in another way now, they cannot be gone on with.
+        That is the state of a rank; or those of all, where their number is another now, or the parameters are split otherwise.
         """
-        was = bool(self.state.get("split", False))
-        found = [self._state_of(r) for r in ([rank] if world == self.world else range(self.world))]
-        if was != split or (split and world != self.world):
-            found = [{**state, "credit": None} for state in found]
-        return found[0] if world == self.world else found
+        same = world == self.world and split == bool(self.state.get("split", False))
+        return self._state_of(rank) if same else [self._state_of(r) for r in range(self.world)]
 
     def _state_of(self, rank: int) -> dict[str, Any]:
         plain, file = self.state["accountants"][rank - 1] if rank else self.state["accountant"], _of_rank(CREDIT, rank)
-        has_windows = plain.get("credit") is not None and file in self.state["files"]
-        return join_state(plain, load_file(str(self.folder / file)) if has_windows else None)
+        return join_state(plain, load_file(str(self.folder / file)) if file in self.state["files"] else None)
 
 
 def _of_rank(name: str, rank: int) -> str:
@@ -142,17 +137,17 @@ def save_checkpoint(
     aside, final = home / f".step-{step:08d}.part", folder_of(run, step)
     first = processes.rank == 0
     try:
-        with processes.together("the checkpoint's folder", step):
+        with processes.barrier("the checkpoint's folder", step):
             if first:
                 home.mkdir(parents=True, exist_ok=True)
                 if aside.exists():
                     shutil.rmtree(aside)
                 aside.mkdir()
-        with processes.together("the checkpoint's parts", step):
+        with processes.barrier("the checkpoint's parts", step):
             books, own = _write_own(aside, accountant, processes.rank)
-        told = processes.tell((books, own))
+        told = processes.gather_objects((books, own))
         tensors = _shared_tensors(model, optimizer, first)  # together: what is split is gathered
-        with processes.together("the checkpoint", step):
+        with processes.barrier("the checkpoint", step):
             if first:
                 digests = {name: digest for _, files in told for name, digest in files.items()}
                 state = {"version": VERSION, "step": step, "accountant": books, "split": is_split(model), **more}
@@ -169,10 +164,10 @@ def save_checkpoint(
 
 def _write_own(folder: Path, accountant: dict[str, Any] | None, rank: int) -> tuple[dict[str, Any] | None, dict[str, str]]:
     """Write what is a rank's own, durably; return the plain rest of an accountant's state, and the digests of the files."""
-    books, windows = (None, None) if accountant is None else split_state(accountant)
-    written = {_of_rank(RANDOM, rank): _random_states()} | ({} if windows is None else {_of_rank(CREDIT, rank): windows})
-    for name, tensors in written.items():
-        save_file(tensors, str(folder / name))
+    books, tensors = (None, None) if accountant is None else split_state(accountant)
+    written = {_of_rank(RANDOM, rank): _random_states()} | ({} if tensors is None else {_of_rank(CREDIT, rank): tensors})
+    for name, some in written.items():
+        save_file(some, str(folder / name))
         Files().sync(folder / name)
     return books, {name: _digest(folder / name) for name in written}
 

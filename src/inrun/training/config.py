@@ -122,24 +122,27 @@ class Scoring(Part, frozen=True):
     """How samples are scored; the names are those of :class:`inrun.Accountant`."""
 
     enabled: bool = True
-    #: "auto" is whole credit, unless a method or update of the step game is named below.
-    credit: str = "auto"
-    #: What is kept of a sample until its window has passed, and (None: by the model's size) how many numbers of it.
-    credit_memory: Literal["sketch", "exact"] = "sketch"
-    sketch: Annotated[int, Meta(ge=64)] | None = None
-    method: str | None = None
-    update: str | None = None
-    quadrature: str | None = None
-    refresh: Count = 1
+    #: One of :data:`inrun.methods.METHODS`.
+    method: str = "whole"
+    #: Numbers kept per sample until its credit is settled: by the model's size (null), so many, or all of them ("exact").
+    sketch: int | str | None = None
+    #: Steps between audits; 0: never; null: often at first, then every 50th.
+    audit_every: Whole | None = None
+    #: Whether which rows belong to which sample is read from the graph.
+    check_rows: bool = True
+    #: Whether training is bit for bit what it is without scores.
     bitwise: bool = False
-    #: Steps between audits; None audits as often as costs under one per cent, which differs from run to run.
-    audit_every: int | None = 50
-    deferred_memory: int | str | None = None
 
-    @property
-    def asks_whole(self) -> bool:
-        """Whether samples are paid over all later steps, where the optimizer allows it (the AdamW of the recipe does)."""
-        return self.credit == "whole" or (self.credit == "auto" and self.method is None and self.update is None)
+
+#: Options of ``scoring`` that earlier versions had, and what to write now.
+GONE = {
+    "credit": "write method=whole or method=step",
+    "credit_memory": "write sketch=exact for exact, and leave it out for sketch",
+    "update": "leave it out: method=whole and step share out the optimizer's own update, first and second that of SGD",
+    "quadrature": "leave it out: rough steps take more points by themselves",
+    "refresh": "leave it out: every step takes a new validation gradient",
+    "deferred_memory": "leave it out: nothing is deferred",
+}
 
 
 class Checkpoints(Part, frozen=True):
@@ -236,6 +239,7 @@ def make_config(given: Mapping[str, Any]) -> TrainConfig:
     later = given.get("later")
     if isinstance(later, dict) and later.get("processes") == 1:  # runs from before there could be several say so
         given = {**given, "later": {name: value for name, value in later.items() if name != "processes"}}
+    _refuse_gone(given)
     try:
         # Not strict: YAML 1.1 reads 6e-4 as a text.
         config = msgspec.convert(given, TrainConfig, strict=False)
@@ -347,16 +351,22 @@ def _check(c: TrainConfig) -> None:
 
 
 def _check_scoring(s: Scoring) -> None:
-    registries: tuple[tuple[str, Mapping[str, Any]], ...] = (("credit", CREDITS), ("method", METHODS), ("update", UPDATES))
-    for name, known in registries:
-        value = getattr(s, name)
-        if value not in known and not (value is None and name != "credit"):
-            raise ConfigurationError(f"scoring.{name} is {value!r}; accepted are {', '.join(known)}")
-    if s.asks_whole and s.refresh > 1:
-        raise ConfigurationError(
-            f"scoring.refresh is {s.refresh}, and whole credit takes validation gradients of its own at every step; name a method "
-            "of the step game that reuses them, such as scoring.method=first"
-        )
+    if s.method not in METHODS:
+        raise ConfigurationError(f"scoring.method is {s.method!r}; accepted are {', '.join(METHODS)}")
+    if (isinstance(s.sketch, str) and s.sketch != "exact") or (isinstance(s.sketch, int) and s.sketch < 1):
+        raise ConfigurationError(f"scoring.sketch is {s.sketch!r}; accepted are a number of at least 1, exact, and null")
+
+
+def _refuse_gone(given: Mapping[str, Any]) -> None:
+    """Raise for options of earlier versions, and say what to write instead."""
+    scoring = given.get("scoring")
+    if not isinstance(scoring, dict):
+        return
+    found = [f"scoring.{name} is {scoring[name]!r} ({instead})" for name, instead in GONE.items() if name in scoring]
+    if found:
+        raise ConfigurationError(f"there are options that this inrun has no more: {'; '.join(found)}")
+    if scoring.get("method") == "midpoint":
+        raise ConfigurationError("scoring.method is 'midpoint', which this inrun calls step; write method=step")
 
 
 def _check_validation(name: str, v: ValidationSet) -> None:

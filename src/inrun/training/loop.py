@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.engine import Accountant
+from inrun.engine.options import Options
+from inrun.engine.processes import Processes
 from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.ledger.labels import set_of
 from inrun.ledger.record import SettledCredits
-from inrun.engine import Accountant
-from inrun.engine.processes import Processes
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.loss import PADDING, token_losses
@@ -144,17 +145,12 @@ class Training:
                 self.optimizer,
                 {name: validation_loss(held, self.job) for name, held in self.data.validation.items()},
                 method=s.method,
-                update=s.update,
-                credit=s.credit,
-                credit_memory=s.credit_memory,
                 sketch=s.sketch,
-                audit_every=s.audit_every,
                 ledger=self.run if ledger is None else ledger,
-                refresh=s.refresh,
+                audit_every=s.audit_every,
+                check_rows=s.check_rows,
                 bitwise=s.bitwise,
-                quadrature=s.quadrature,
-                deferred_memory=s.deferred_memory,
-                about=self._about(),
+                options=Options(about=self._about()),
             )
         except BaseException:
             if ledger is not None:
@@ -274,7 +270,7 @@ class Training:
     def _note_scores(self, ids: Ids) -> None:
         assert self.accountant is not None
         last = self.accountant.last
-        if self.accountant.credit == "whole":
+        if self.accountant.method == "whole":
             self._add_settled(self.totals, last.settled)
         else:
             self._add_up(self.totals, ids, {name: x.double().cpu().numpy() for name, x in last.contributions.items()})
@@ -314,7 +310,7 @@ class Training:
         shared = self.job.world > 1 and not is_split(self.model)  # all processes must call a split model equally often
         self.model.eval()
         try:
-            with _quiet(self.accountant), torch.random.fork_rng():
+            with torch.random.fork_rng():
                 found = {}
                 for name, held in self.data.validation.items():
                     rows = held.evaluation_rows(self.config.logging.evaluate_rows, self.device)
@@ -335,7 +331,7 @@ class Training:
             return math.nan
         ids = self.job.part(self.order.batch(self.step))
         rows, best = self.data.sample_tokens(ids, self.device), math.inf
-        with self.accountant.suspended(), torch.random.fork_rng():
+        with torch.random.fork_rng():
             for _ in range(2):
                 began = time.perf_counter()
                 self.backward(ids, rows, None)
@@ -374,7 +370,7 @@ class Training:
         c, began, stopped = self.config, time.perf_counter(), False
         if self.step == 0 and (c.checkpoints.keep is None or c.checkpoints.keep_every):
             self.save()
-        timer, due = Timer(c.batch.size), False
+        timer = Timer(c.batch.size)
         while self.step < c.steps and not stopped:
             evaluated = self.step % c.evaluate_every == 0
             if evaluated:
@@ -391,12 +387,9 @@ class Training:
                 if metrics is not None:
                     metrics.write(row)
             tell(self.status)
-            # A validation gradient that is reused would be taken afresh by a resumed run: save where it is fresh anyway.
-            fresh, due = self.step % c.scoring.refresh == 0, due or self.step % c.checkpoints.every == 0
-            stopped = self.job.processes.agree("the wish to stop", self.step, stop()) and fresh
-            if due and fresh and self.step < c.steps:
+            stopped = self.job.processes.any("the wish to stop", self.step, stop())
+            if self.step % c.checkpoints.every == 0 and self.step < c.steps:
                 self.save()
-                due = False
         if self.step == c.steps:
             self.status.validation = self.evaluate()
             if metrics is not None:
@@ -416,10 +409,3 @@ class Training:
             names, totals = [*self.domains, "(none)"], self._totals_so_far()
             row["domains"] = {name: {names[i]: float(x) for i, x in enumerate(values) if x} for name, values in totals.items()}
         return row
-
-
-@contextlib.contextmanager
-def _quiet(accountant: Accountant | None) -> Iterator[None]:
-    """Keep the accountant out of passes that are not training."""
-    with contextlib.nullcontext() if accountant is None else accountant.suspended():
-        yield

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inrun.engine.processes import Processes, find_processes
 from inrun.errors import ConfigurationError, ProcessError
-from inrun.engine.processes import find_processes
-from inrun.engine.processes import Processes
 from inrun.training.config import TrainConfig
 from inrun.training.order import Ids
 
@@ -86,7 +85,7 @@ class Job:
 
     def sum(self, what: str, values: Any) -> Tensor:
         """Add numbers up over ranks, in double precision."""
-        return self.processes.summed(what, torch.as_tensor(values, dtype=torch.float64))
+        return self.processes.all_reduced(what, torch.as_tensor(values, dtype=torch.float64))
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def train(
     run = Path(config.run)
     with job_of(config) as job, contextlib.ExitStack() as stack:
         prepared: list[Prepared] = []
-        told = job.processes.first_says(lambda: _open(config, run, resume, reading, job, stack, prepared))
+        told = job.processes.from_first(lambda: _open(config, run, resume, reading, job, stack, prepared))
         return _train(make_config(told["config"]), run, told["step"], prepared, job, tell, stop)
 
 
@@ -66,7 +66,6 @@ def _open(
 ) -> dict[str, Any]:
     """Do what is done once, by the first process: lock the folder, begin or find the run, and tokenise what is not yet."""
     stack.enter_context(_alone(run))
-    config = _as_begun(config, run) if resume else config
     checkpoint = _begin(config, run, resume)
     _warn_of_warmup(config)
     _check_device(job.device)
@@ -160,32 +159,10 @@ def _begin(config: TrainConfig, run: Path, resume: bool) -> Checkpoint | None:
         raise TrainingError(f"{run} was begun with scoring.enabled={not config.scoring.enabled}; it cannot change within a run")
     if checkpoint is not None and checkpoint.step > config.steps:
         raise ConfigurationError(f"steps is {config.steps}, and {run} has done {checkpoint.step} already")
-    if checkpoint is not None and config.scoring.enabled and checkpoint.step % config.scoring.refresh:
-        log.warning(
-            "inrun: step %d lies between two refreshes of the validation gradient (scoring.refresh=%d), which is taken afresh: "
-            "the scores until the next refresh are not bit for bit those of a run that was planned for so many steps",
-            checkpoint.step,
-            config.scoring.refresh,
-        )
     if checkpoint is None:  # nothing of it counts: metadata of samples must be that of the data as it is now, and whole
         _clear(run)
     _write(saved, config)
     return checkpoint
-
-
-def _as_begun(config: TrainConfig, run: Path) -> TrainConfig:
-    """Keep the step game of a run that was begun with it, where the configuration names neither credit nor method."""
-    saved = run / "config.yaml"
-    if not saved.exists() or not _is_ours(run) or not config.scoring.asks_whole or config.scoring.credit != "auto":
-        return config
-    begun = load_config(saved).scoring
-    if begun.asks_whole:
-        return config
-    log.warning(
-        "inrun: %s was begun with scoring.method=%s, update=%s and is scored so to its end", run, begun.method, begun.update
-    )
-    kept = {name: getattr(begun, name) for name in ("credit", "method", "update")}
-    return msgspec.structs.replace(config, scoring=msgspec.structs.replace(config.scoring, **kept))
 
 
 def _write(saved: Path, config: TrainConfig) -> None:
