@@ -119,7 +119,14 @@ class Layouts:
             return
         before = {tap: tap.layout for tap in taps}
         probe = RowProbe(self.samples, [tap for tap in taps if tap.edge is not None], self._probing)
-        names = probe.read(outputs)
+        try:
+            names = probe.read(outputs)
+        except RowOwnershipError:
+            if all(bool(t.isfinite().all()) for t in outputs):
+                raise
+            for tap in probe.taps:
+                tap.layout = UNREAD
+            return
         for tap, name in names.items():
             old, shapes = self._names.get(tap.key, (name, set()))
             if name == "unread":
@@ -139,10 +146,14 @@ class Layouts:
         finally:
             self.tape.probing = False
 
-    def check(self, tap: Tap) -> None:
-        """Raise if gradient arrives at a tap that nothing reached when its rows were read."""
+    def check(self, tap: Tap, b: Tensor) -> None:
+        """Raise if gradient ``b`` arrives at a tap that nothing reached when its rows were read."""
         if tap.layout is UNREAD and self.samples.n > 0:
             self._dead.discard(tap.key)
+            fitting = next((layout for _, layout, _ in self.samples.layouts(tap.shape)), None)
+            if fitting is not None and not bool(b.isfinite().all()):
+                tap.layout = fitting  # weights that are not finite show nothing, and the step will not be scored
+                return
             raise RowOwnershipError(
                 f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and which rows are whose is not known: the "
                 "outputs of the model did not show it when they were read. Return from the model's forward what the loss is made "

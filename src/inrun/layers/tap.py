@@ -142,8 +142,8 @@ class Tap:
         """Return the probes of all its parameters."""
         return [p for reader in self.readers for p in reader.probes(self)]
 
-    def in_backward(self) -> Tap:
-        """Return the tap as a backward goes through it: gradient that trains nothing is nobody's.
+    def in_backward(self, b: Tensor) -> Tap:
+        """Return the tap as a backward brings it gradient: what trains nothing is nobody's.
 
         Raises:
             StepError: Gradient of a step comes through a forward of an earlier one.
@@ -158,7 +158,7 @@ class Tap:
         if self.edge is None or tape.silent:
             return replace(self, layout=Layout("all", 1))
         try:
-            tape.layouts.check(self)
+            tape.layouts.check(self, b)
         except InrunError as error:
             if not tape.defers:
                 raise
@@ -233,7 +233,7 @@ class Observe(torch.autograd.Function):
         nothing = [None] * ctx.count
         if tap.tape.probing:
             return (back, None, None, None, *nothing, *[None] * (ctx.owned + ctx.probes))
-        tap = tap.in_backward()
+        tap = tap.in_backward(b)
         saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
         with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
             probes, totals = tap.read(tap.rule(tap, b, saved), totals=ctx.owned > 0)
@@ -255,7 +255,7 @@ class Spread(torch.autograd.Function):
         tap: Tap = ctx.tap
         if tap.tape.probing:
             return (None, None, None, None, *[None] * ctx.probes)
-        tap = tap.in_backward()
+        tap = tap.in_backward(b)
         with torch._C.DisableTorchFunction():
             total = b.sum_to_size(ctx.shape).to(ctx.dtype)
             with torch.autocast(b.device.type, enabled=False):
