@@ -83,16 +83,17 @@ def judge(step: int, names: Sequence[str], dtypes: Sequence[torch.dtype], result
     Args:
         step: The number of the step.
         names: Of the tensors.
-        dtypes: In which the model computes.
+        dtypes: In which the gradient of each tensor is computed.
         results: ``[4, tensors]``, see :func:`nothing`.
     """
-    allowed = max(TOLERANCE.get(d, TOLERANCE[torch.float32]) for d in dtypes)
+    allowed = np.array([TOLERANCE.get(d, TOLERANCE[torch.float32]) for d in dtypes])
 
     def worst(difference: Array, size: Array) -> tuple[float, str, int]:
         size = size + OF_ALL * float(np.linalg.norm(size))
         off = np.divide(difference, size, out=np.where(difference > 0, np.inf, 0.0), where=size > 0)
         off = np.where(np.isnan(off), np.inf, off)
-        return float(off.max(initial=0.0)), names[int(off.argmax())], int((off > allowed).sum())
+        first = int((off / allowed).argmax())
+        return float(off[first]), names[first], int((off > allowed).sum())
 
     off, name, count = worst(results[0], results[1])
     if count:

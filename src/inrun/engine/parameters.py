@@ -80,6 +80,13 @@ class Parameters:
         """Return the precision of scores: float32, or float64 if a parameter is."""
         return torch.float64 if any(s.parameter.dtype == torch.float64 for s in self.scored) else torch.float32
 
+    def precisions(self) -> list[torch.dtype]:
+        """Return in which precision the gradient of each tensor is computed; where that is not known, the lowest that is."""
+        own = [r.precision if isinstance(r := s.leaf.reader, LeafReader) else None for s in self.scored]
+        lowest = min((d for d in own if d), key=lambda d: d.itemsize, default=None)
+        each = [(s.parameter.dtype, d or lowest) for s, d in zip(self.scored, own, strict=True)]
+        return [kept if d is None or kept.itemsize < d.itemsize else d for kept, d in each]
+
     def tensors(self) -> list[Tensor]:
         """Return the scored parameters."""
         return [s.parameter for s in self.scored]

@@ -72,6 +72,8 @@ class LeafReader:
         self.sketch: Tensor | None = None
         self.products: Tensor | None = None
         self.sizes: Tensor | None = None
+        #: The lowest precision in which the gradient was computed; None where none was.
+        self.precision: torch.dtype | None = None
 
     def begin(self, request: Request) -> None:
         """Make the probes of a microbatch, or clear those of the last one if they fit."""
@@ -127,6 +129,11 @@ class LeafReader:
         return tap.function == "embedding" and tap.targets[0].is_leaf
 
     # In the backward
+
+    def note(self, dtype: torch.dtype) -> None:
+        """Note in which precision a tap computes: under autocast it is not that of the parameter."""
+        before = self.precision or self.leaf.parameter.dtype
+        self.precision = dtype if dtype.itemsize < before.itemsize else before
 
     def keep(self, gradient: PerSample, tap: Tap) -> bool:
         """Keep gradients until the step's direction is known."""

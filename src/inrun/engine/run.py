@@ -206,7 +206,7 @@ class History:
         self._write = write
         self._names, self._first = [s.name for s in parameters.scored], parameters.processes.rank == 0
         self._excess = ExcessWarning(self._names)
-        self._dtypes = list({s.parameter.dtype for s in parameters.scored})
+        self._parameters = parameters
         self._pending: deque[PendingStep] = deque()
         self.labels: list[Label] = []
         self.last: StepResult | None = None
@@ -250,4 +250,4 @@ class History:
         failures = arrived.found.get("failures")
         if failures is None or not arrived.pending.audited or arrived.skipped is not None:
             return None
-        return judge(arrived.pending.number, self._names, self._dtypes, failures)
+        return judge(arrived.pending.number, self._names, self._parameters.precisions(), failures)

@@ -114,7 +114,7 @@ class Convolved(PerSample):
 def rule_of_convolution(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
     """Return the gradients of weight and bias; ``constants`` are the geometry and which of the two are wanted."""
     geometry, (has_weight, has_bias) = tap.constants
-    x, weight = saved
+    x, weight = saved[0].to(b.dtype), saved[1]  # as autocast rounded it
     layout = tap.layout
     assert layout is not None, tap.name
     if layout.kind in ("first", "all", "inside") or (layout.kind == "index" and layout.lead == 1):
@@ -128,7 +128,7 @@ def rule_of_convolution(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[
         found.append(Convolved(rows, images, weight, geometry))
     if has_bias:
         summed = rows.flatten(3)
-        found.append(Formed(summed.sum((1, 3)), lambda: summed.movedim(2, 3).flatten(1, 2)))
+        found.append(Formed(summed.sum((1, 3), dtype=work_dtype(b.dtype)), lambda: summed.movedim(2, 3).flatten(1, 2)))
     return found
 
 

@@ -1,6 +1,7 @@
 """Linear maps: ``F.linear`` and products with a matrix of parameters.
 
 a: inputs ``[n, t, i]``, b: gradients at the outputs ``[n, t, o]``. The gradient of sample n is g_n = Σ_t b_nt a_ntᵀ.
+Under autocast the inputs are saved as they were given, and rounded as the function rounded them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inrun.layers.gradients import Formed, Outer, PerSample
+from inrun.layers.gradients import Formed, Outer, PerSample, work_dtype
 from inrun.layers.tap import Source, Tap
 from inrun.layers.tape import Tape, rule_for
 
@@ -22,9 +23,9 @@ def rule_of_linear(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSa
     rows = tap.split(b, 1)
     found: list[PerSample] = []
     if has_weight:
-        found.append(Outer(rows, tap.split(saved[0], 1)))
+        found.append(Outer(rows, tap.split(saved[0].to(b.dtype), 1)))
     if has_bias:
-        found.append(Formed(rows.sum(1), lambda: rows))
+        found.append(Formed(rows.sum(1, dtype=work_dtype(b.dtype)), lambda: rows))
     return found
 
 
@@ -46,10 +47,10 @@ def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias
 
 def rule_of_product(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSample]:
     """X @ W: the same with the sides exchanged, ``[i, o]``."""
-    rows, a = tap.split(b, 1), tap.split(saved[0], 1)
+    rows, a = tap.split(b, 1), tap.split(saved[0].to(b.dtype), 1)
     found: list[PerSample] = [Outer(a, rows)]
     if len(tap.targets) > 1:
-        found.append(Formed(rows.sum(1), lambda: rows))
+        found.append(Formed(rows.sum(1, dtype=work_dtype(b.dtype)), lambda: rows))
     return found
 
 

@@ -61,6 +61,8 @@ class Reader(Protocol):
     def keep(self, gradient: PerSample, tap: Tap) -> bool:
         """Keep gradients to read them later; return whether that was done."""
 
+    def note(self, dtype: torch.dtype) -> None:
+        """Note in which precision a tap computes."""
 
 
 @dataclass(eq=False)
@@ -234,10 +236,14 @@ class Observe(torch.autograd.Function):
         if tap.tape.probing:
             return (back, None, None, None, *nothing, *[None] * (ctx.owned + ctx.probes))
         tap = tap.in_backward(b)
+        for reader in tap.readers:
+            reader.note(b.dtype)
         saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
         with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
             probes, totals = tap.read(tap.rule(tap, b, saved), totals=ctx.owned > 0)
-        return (back, None, None, None, *nothing, *totals[: ctx.owned], *probes)
+            # Under autocast the framework rounds them, too.
+            owned = [None if x is None else x.to(b.dtype) for x in totals[: ctx.owned]]
+        return (back, None, None, None, *nothing, *owned, *probes)
 
 
 class Spread(torch.autograd.Function):
@@ -256,6 +262,8 @@ class Spread(torch.autograd.Function):
         if tap.tape.probing:
             return (None, None, None, None, *[None] * ctx.probes)
         tap = tap.in_backward(b)
+        for reader in tap.readers:
+            reader.note(b.dtype)
         with torch._C.DisableTorchFunction():
             total = b.sum_to_size(ctx.shape).to(ctx.dtype)
             with torch.autocast(b.device.type, enabled=False):
