@@ -91,7 +91,7 @@ def along_the_move() -> None:
 
     figure, ax = plt.subplots(figsize=(7.2, 3.5), layout="constrained")
     ax.plot(s, curve, color=INK, lw=2.2)
-    for t, colour, words in ((0.0, BAD, "slope at the start (first)"), (0.5, GOOD, "slope in the middle (midpoint)")):
+    for t, colour, words in ((0.0, BAD, "slope at the start (first)"), (0.5, GOOD, "slope in the middle (whole, step)")):
         fall = -slope(t)
         ax.plot([0, 1], [at(0), at(0) - fall], color=colour, lw=1.6, ls=(0, (5, 3)))
         ax.plot(1, at(0) - fall, "o", color=colour, ms=6)
@@ -115,7 +115,7 @@ def late_pushes() -> None:
     figure, ax = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
     ax.bar(range(steps), kappa, color=[BAD] + [GOOD] * (steps - 1), width=0.8)
     ax.set(xlabel="steps after the sample was used", ylabel="part of its push", xlim=(-1, steps), ylim=(0, 0.112))
-    ax.text(1.2, 0.0965, "a tenth at once: all that the step game pays", color=BAD, va="center")
+    ax.text(1.2, 0.0965, 'a tenth at once: all that method="step" pays', color=BAD, va="center")
     ax.text(9.5, 0.063, "the rest later, through momentum:\nwhole credit follows it", color=GOOD, va="center")
     ax.axvline(window - 0.5, color=MUTED, lw=1, ls=(0, (4, 3)), ymax=0.42)
     ax.text(window - 0.5, 0.052, f"99 % spent after {window} steps:\nthe use is settled", color=MUTED, ha="center", va="center")
