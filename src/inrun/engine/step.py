@@ -21,7 +21,7 @@ from torch import Tensor
 from inrun.engine.ids import check_ids
 from inrun.engine.reading import Reading, read_probes
 from inrun.engine.rows import Samples
-from inrun.errors import ConfigurationError, CoverageError, IdsError, InrunError, StepError
+from inrun.errors import ConfigurationError, CoverageError, IdsError, InrunError, OptimizerError, StepError
 from inrun.ledger.record import Skip
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Microbatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.step.broken |= error is not None
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
@@ -108,6 +109,8 @@ class Step:
         self.rates: dict[int, float | None] = {}
         self.stepped: set[int] = set()
         self._dropped = self._entered = False
+        #: Whether a microbatch failed.
+        self.broken = False
         self.skipped: Skip | None = None
         #: Samples by process.
         self.counts: list[int] = []
@@ -205,6 +208,14 @@ class Step:
             if index in self.stepped:
                 raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
             steps = any(s.grad is not None for s in some)
+            if run.tape.recomputing:
+                raise StepError("optimizer.step() was called inside the backward. Call it after the backward.")
+            if self.broken:
+                raise StepError(
+                    "a microbatch of this step failed, and parts of its gradients may be there. Leave the step, call "
+                    "optimizer.zero_grad(), and begin a new one."
+                )
+            self._check_groups(run.optimizers[index])
             if steps and not self.microbatches:
                 raise StepError("the step had no microbatch. Give ids to accountant.step(), or open step.microbatch(ids).")
             meeting.number = len(self._missed(some))
@@ -228,6 +239,19 @@ class Step:
         if index in self.clips:
             self.run.mover.after(self.run.optimizers[index], index)
             self.stepped.add(index)
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise for parameters that were frozen or not there when the accountant was made, or have changed their group."""
+        parameters = self.run.parameters
+        places = {id(s.parameter): s.number for s in parameters.scored}
+        known = {id(leaf.parameter) for leaf in parameters.leaves}
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                late = p.grad is not None and id(p) not in known
+                if late or places.get(id(p), number) != number:
+                    name = next((name for name, q in self.run.tape.model.named_parameters() if q is p), "a parameter")
+                    what = "got gradient, and was frozen or not there" if late else "is not in the parameter group that it was in"
+                    raise OptimizerError(f"{name} {what} when the accountant was made. Close it, and make a new one.")
 
     def _missed(self, some: Any) -> list[str]:
         left = [s for s in some if s.grad is not None and s.place not in self.run.covered]

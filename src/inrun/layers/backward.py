@@ -51,8 +51,8 @@ def run_backward(tape: Tape, func: Any, args: Any, kwargs: Any) -> None:
         rest = []
     if kwargs.get("inputs") is not None or len(rest) > 4:
         raise StepError(
-            "backward(inputs=...) inside a step: what samples push is not collected then. Call backward() without inputs, and freeze "
-            "what must get no gradient."
+            "backward(inputs=...) inside a step: what samples push is not collected then. Call backward() without inputs, and "
+            "freeze what must get no gradient."
         )
     with differentiating(tape):
         _run_backward(loss, *rest, **kwargs)
@@ -62,9 +62,9 @@ def differentiate(tape: Tape, args: Any, kwargs: Any) -> Any:
     """Run ``torch.autograd.grad``, which trains nothing: nothing is read."""
     if kwargs.get("create_graph") or (len(args) > 4 and args[4]):
         raise StepError(
-            "torch.autograd.grad(create_graph=True) inside a step: the gradient of a gradient (a gradient penalty, forces of an energy) "
-            "flows past the rows of the samples and cannot be scored. Leave it out of the loss; where it is not part of it, compute it "
-            "inside accountant.paused()."
+            "torch.autograd.grad(create_graph=True) inside a step: the gradient of a gradient (a gradient penalty, forces of an "
+            "energy) flows past the rows of the samples and is not scored. Leave it out of the loss; where it is no part of it, "
+            "compute it inside accountant.paused()."
         )
     before, tape.silent = tape.silent, True
     try:

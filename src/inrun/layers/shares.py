@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inrun.layers.gradients import Formed
-from inrun.layers.tap import Tap, run_grad
+from inrun.layers.tap import Tap, run_grads
 
 
 def rule_of_spread(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
@@ -54,7 +54,7 @@ def rule_of_masks(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
         samples = torch.arange(low, min(low + at_once, layout.n), device=b.device)
         masks = samples.view(-1, *[1] * b.dim()) == who
         with torch.enable_grad():
-            grads = run_grad([out], inputs, [b * masks], retain_graph=True, allow_unused=True, is_grads_batched=True)
+            grads = run_grads(out, inputs, b * masks)
         for parts, g, source in zip(found, grads, tap.targets, strict=True):
             parts.append(b.new_zeros(len(samples), *source.tensor.shape) if g is None else g)
     return [Formed(torch.cat(parts)) for parts in found]

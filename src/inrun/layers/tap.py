@@ -211,10 +211,19 @@ class Tap:
         return [x for collector in collectors for x in collector.result()], added
 
 
+def run_grads(output: Tensor | GradientEdge, inputs: Sequence[Any], g: Tensor) -> tuple[Tensor | None, ...]:
+    """Return gradients for a batch of gradients at the output, one after the other where a function cannot run batched."""
+    try:
+        return run_grad([output], inputs, [g], retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:
+        each = [run_grad([output], inputs, [one], retain_graph=True, allow_unused=True) for one in g]
+        return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
+
+
 def pull_back(value: Tensor, parameters: list[Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients ``[m, *parameter]`` of parameters for gradients ``[m, *value]`` of a tensor made of them."""
     with torch.enable_grad(), torch._C._EnableTorchFunction():
-        return run_grad(value, parameters, g.to(value.dtype), retain_graph=True, allow_unused=True, is_grads_batched=True)
+        return run_grads(value, parameters, g.to(value.dtype))
 
 
 class Observe(torch.autograd.Function):
