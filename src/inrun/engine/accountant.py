@@ -18,10 +18,10 @@ from inrun.engine.description import accountant_html, describe_accountant
 from inrun.engine.hooks import OptimizerHooks
 from inrun.engine.options import Coverage, CoverageRow, Options, audit_due
 from inrun.engine.processes import Communication, find_processes
-from inrun.engine.record import StepResult
+from inrun.engine.record import StepResult, credits_of_all
 from inrun.engine.resharing import state_of_rank
 from inrun.engine.run import Run
-from inrun.engine.setup import check_arguments, make_setup
+from inrun.engine.setup import check_arguments, check_ranks, make_setup
 from inrun.engine.step import Step
 from inrun.engine.validation import Loss
 from inrun.engine.whole import WholeScorer
@@ -41,25 +41,36 @@ _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionar
 
 
 class Accountant:
-    """Scores what every training sample was worth to the model, while it trains.
+    """Scores every training sample of a run while it trains.
 
-    Positive means the sample lowered the validation loss; the unit is that of the loss.
+    Positive means that the sample lowered the validation loss; the unit is that of the loss.
 
     Args:
-        model: The module whose forward you call.
+        model: The module whose forward you call, with its wrapper (DistributedDataParallel, ``torch.compile``) if it has one.
         optimizer: Its optimizer, or a list of optimizers.
-        validation: One callable ``model -> loss``, or several by name. A callable with two required arguments gets the step
-            number too. A vector of m losses asks for one score per point.
-        method: "whole" (credit through the optimizer's memory), "step" (the step's own share of the real update), "first" and
-            "second" (Theorems 1 and 2 of the paper, with its SGD proxy).
-        sketch: Numbers kept per sample until its credit is settled; None chooses by model size, "exact" keeps every entry of
-            its gradient.
-        ledger: A folder, an ``inrun.Ledger``, an object with ``write(record)``, or None for memory.
-        parameters: Patterns of parameter names to score; None scores all that the optimizers have.
-        audit_every: Steps between audits; None audits often at first, then every 50th step; 0 never.
-        check_rows: Read from the graph, on first steps, new shapes and audits, which rows belong to which sample.
-        bitwise: Leave every gradient of the model to the framework, so that training is bit for bit the same.
-        options: :class:`inrun.Options`, everything an expert may need once.
+        validation: A callable ``model -> loss``, or a dictionary of callables by name. The loss is a scalar, or a vector ``[m]``
+            for one score per point. A callable with two required arguments gets the step number too.
+        method: ``"whole"``: credit over all later steps, through the optimizer's memory. ``"step"``: the share of the real move
+            of the step itself. ``"first"``, ``"second"``: Theorems 1 and 2 of the paper, with its SGD proxy.
+        sketch: Numbers kept per sample until its credit is settled. None chooses by model size; ``"exact"`` keeps every entry.
+        ledger: A folder, an :class:`inrun.Ledger`, an object with ``write(record)``, or None for memory.
+        parameters: Patterns of parameter names, such as ``["*.lora_*"]``. None scores all that the optimizers have.
+        audit_every: Steps between audits. None audits steps 0, 1, 2, 5, 10, 20, 30, 40 and every 50th; 0 audits none.
+        check_rows: Whether audits read again which rows belong to which sample; first steps and new shapes are always read.
+        bitwise: Whether the framework computes all of the model's gradients, so that training is the same bit for bit.
+        options: Rarely needed options, see :class:`inrun.Options`.
+
+    Raises:
+        ConfigurationError: For an argument of the wrong type or value, and for models that cannot be scored.
+        OptimizerError: For an optimizer that the method does not support.
+        CoverageError: If no trainable parameter is in the optimizer.
+
+    Example:
+        >>> accountant = inrun.Accountant(model, optimizer, lambda model: loss_of(model, held_out))  # doctest: +SKIP
+        >>> with accountant.step(batch["sample_id"]):  # doctest: +SKIP
+        ...     loss_of(model, batch).backward()
+        ...     optimizer.step()
+        >>> accountant.scores()  # doctest: +SKIP
     """
 
     def __init__(
@@ -88,7 +99,11 @@ class Accountant:
         self._processes = processes = find_processes(group, device, wrapped.sharded)
         if processes.several:
             check_model(model)
-        setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode, processes)
+        with processes.barrier("making the accountant", 0):
+            setup = make_setup(model, optimizers, validation, method, sketch, parameters, self.options.validation_mode, processes)
+        given = {"validation": setup.scorer.validation.names, "method": method, "sketch": sketch, "parameters": parameters}
+        folder = "a folder" if isinstance(ledger, (str, os.PathLike)) else "no folder"
+        check_ranks(processes, {**given, "ledger": folder, "audit_every": audit_every, **flags})
         self._schedule = (audit_every, check_rows)
         self._run = Run(model, optimizers, setup.parameters, setup.scorer, setup.mover, bitwise, _writer(self))
         self._owns_ledger = isinstance(ledger, (str, os.PathLike))
@@ -195,7 +210,8 @@ class Accountant:
             together: Of all processes, which must all ask; else of this process's samples.
         """
         self._run.history.flush()
-        return self._run.credits_on_host(self._run.scorer.open_credits())
+        credits = self._run.credits_on_host(self._run.scorer.open_credits())
+        return credits_of_all(self._processes, credits) if together and not self.closed else credits
 
     def scores(
         self,
@@ -218,11 +234,16 @@ class Accountant:
             top: Only so many highest scores of every set, the highest first.
             bottom: Only so many lowest, the lowest first.
             by: A column of the registered samples: one row per ``group`` and set.
-            together: All processes ask at once.
+            together: All processes ask at once, so that the open uses of all are counted. Who asks alone sees of the samples of
+                others what they have written; with a ledger in memory there are only this process's samples.
         """
         asked = {"validation": validation, "view": view, "top": top, "bottom": bottom, "by": by}
         scores = self._readable("scores")
+        together = together and isinstance(self.ledger, Ledger) and not self.closed
         credits = self.open_credits(together)
+        if together and isinstance(self.ledger, Ledger):
+            with self._processes.barrier("scores", self.steps_done):  # what is read is what all have written
+                self.ledger.flush_if_open()
         if isinstance(self.ledger, (LedgerReader, MemoryLedger)):
             return scores(**asked, open_credits=credits)
         if asked != {"validation": None, "view": "plain", "top": None, "bottom": None, "by": None}:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inrun.engine.processes import Processes
 from inrun.engine.scorer import Outcome
 from inrun.engine.transfer import Array, Transfer
 from inrun.ledger import StepRecord
@@ -133,6 +135,26 @@ def settled_credits(
         paid=np.full(len(ids), paid, np.float32),
         rows=rows,
     )
+
+
+def credits_of_all(processes: Processes, mine: list[SettledCredits]) -> list[SettledCredits]:
+    """Return the credits of every process, on every process; all of them ask."""
+    if not processes.several:
+        return mine
+
+    def plain(x: Any) -> Any:
+        return {k: v.tolist() for k, v in x.items()} if isinstance(x, dict) else x.tolist() if isinstance(x, np.ndarray) else x
+
+    def columns(x: dict[str, list[float]]) -> dict[str, npt.NDArray[np.float32]]:
+        return {label: np.array(v, np.float32) for label, v in x.items()}
+
+    found = []
+    for of_rank in processes.gather_objects([[plain(x) for x in vars(s).values()] for s in mine]):
+        for step, ids, credits, errors, paid, rows in of_rank:
+            numbers = None if rows is None else np.array(rows, np.int64)
+            paid = np.array(paid, np.float32)
+            found.append(SettledCredits(step, np.array(ids, np.int64), columns(credits), columns(errors), paid, numbers))
+    return found
 
 
 class Arrived:

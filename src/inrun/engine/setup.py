@@ -84,7 +84,6 @@ def make_setup(
     if processes.sharded:
         found.shards = Shards([s.parameter.shape for s in found.scored], processes)
     passes = Validation(model, validation, validation_mode, processes)
-    _check_ranks(processes, [*passes.names, method, str(sketch)])
     if method == "second" and processes.sharded:
         raise ConfigurationError(
             'method="second" needs a Hessian-vector product, which fully_shard has none of. Take method="first" or "whole", or '
@@ -115,13 +114,14 @@ def make_setup(
     return Setup(optimizers, found, whole, mover)
 
 
-def _check_ranks(processes: Processes, mine: list[str]) -> None:
+def check_ranks(processes: Processes, given: Mapping[str, Any]) -> None:
     """Raise where ranks were given different arguments."""
-    given = processes.gather_objects(mine)
-    if any(x != given[0] for x in given):
+    of_ranks = processes.gather_objects(dict(given))
+    differing = [name for name in given if any(x[name] != of_ranks[0][name] for x in of_ranks)]
+    if differing:
+        said = (f"rank {r} has {', '.join(f'{name}={x[name]!r}' for name in differing)}" for r, x in enumerate(of_ranks))
         raise ConfigurationError(
-            "arguments differ between ranks: " + ", ".join(f"rank {r} has {', '.join(x)}" for r, x in enumerate(given)) + ". Every "
-            "rank gives the same method and sketch, and every validation set."
+            f"arguments differ between ranks: {'; '.join(said)}. Every rank gives the same arguments, and every validation set."
         )
 
 
