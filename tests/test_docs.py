@@ -210,7 +210,8 @@ def test_site_builds_offline_without_a_warning(tmp_path: Path) -> None:
     for page in pages:
         assert fetched(page.read_text(encoding="utf-8")) == [], page
     accountant = (tmp_path / "site" / "reference" / "accountant.html").read_text(encoding="utf-8")
-    assert "deferred_memory" in accountant and "inrun.Accountant" in accountant
+    assert "audit_every" in accountant and "inrun.Accountant" in accountant
+    assert "GhostScorer" in (tmp_path / "site" / "reference" / "paper.html").read_text(encoding="utf-8")
     assert "inrun curate" in (tmp_path / "site" / "reference" / "commands.html").read_text(encoding="utf-8")
 
 
