@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from inrun.engine import Accountant
 from inrun.engine.processes import Processes
@@ -35,6 +36,12 @@ from inrun.training.processes import Job
 from inrun.training.validation import validation_loss
 
 log = logging.getLogger("inrun")
+#: The relative difference of what the optimizer remembers that rounding may cause.
+MEMORY = 5e-3
+OTHER_STATE = (
+    "training again came to another state of the optimizer than the run's checkpoint has, as with other software or hardware, and "
+    "credits cannot go on over it. Replay step by step with --method step."
+)
 #: Called with steps done and steps in all.
 Tell = Callable[[int, int], None]
 Write = Callable[[StepRecord], None]
@@ -199,7 +206,10 @@ class Replayer:
                     if not jumps and position in at:
                         here = anchors[at.index(position)]
                         passed.append(Passed(position, self.stage.furthest(here)))
+                        remembered = self.stage.remembered()
                         self._go_on_from(here)
+                        if whole:
+                            self._check_memory(position, remembered)
                     self._step_exactly(position, recorded.get(position), scored=whole or position == step)
                     jumps, position = False, position + 1
                     if position > step:
@@ -208,6 +218,13 @@ class Replayer:
         if position in at:
             passed.append(Passed(position, self.stage.furthest(anchors[at.index(position)])))
         return passed
+
+    def _check_memory(self, step: int, before: Tensor) -> None:
+        """Raise if what the optimizer remembers is not what it was before a checkpoint was put in its place."""
+        now = self.stage.remembered()
+        off = float((now - before).norm() / before.norm().clamp_min(1e-30)) if len(now) == len(before) else math.inf
+        if not off <= MEMORY:
+            raise TrainingError(f"{OTHER_STATE} (Step {step}: off by {off:.1e}.)")
 
     def _step_exactly(self, step: int, known: RecordedStep | None, scored: bool) -> None:
         # A step without books was not scored live; it moved the weights all the same, unless its gradient was not finite.
@@ -231,10 +248,7 @@ class Replayer:
             with self.accountant.step() as observe:
                 self._train(ids, clip, observe)
         except CreditError as error:
-            raise TrainingError(
-                "training again came to another state of the optimizer than the run's checkpoint has, as with other software or "
-                f"hardware, and credits cannot go on over it. Replay step by step with --method step. ({error})"
-            ) from error
+            raise TrainingError(f"{OTHER_STATE} ({error})") from error
 
     def _train(self, ids: Ids, clip: float | None, observe: Any) -> None:
         """Take a step as training does; with a clip factor that is known, instead of one that is measured here."""

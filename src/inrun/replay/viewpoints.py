@@ -179,6 +179,11 @@ class Stage:
                 state[name] = sum((s.moments[i][name] * w for (s, _), w in zip(known, weights, strict=True)), torch.tensor(0.0))
             self.optimizer.state[parameter] = state
 
+    def remembered(self) -> Tensor:
+        """Return a copy of what the optimizer remembers of earlier gradients, as one vector."""
+        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
+        return torch.cat([torch.zeros(0), *(s["exp_avg"].flatten().cpu() for s in states if "exp_avg" in s)])
+
     @torch.no_grad()
     def furthest(self, anchor: Anchor) -> float:
         """Return the largest difference of a weight from an anchor's; 0 where all are equal bit for bit."""
