@@ -1,17 +1,18 @@
 """What scores cost: the mean steady-state step of plain, floor and scored training, interleaved in one process.
 
     python benchmarks/cost.py --case gpt256 --threads 1
-    python benchmarks/cost.py --case digits --case gpt08m --engine old --engine new --json
-    python benchmarks/cost.py --case gpt256 --memory
+    python benchmarks/cost.py --case digits --case gpt08m --method whole --method "paper first" --json
+    python benchmarks/cost.py --case gpt256 --only memory
 
 "Floor" is plain training that also takes the gradient of the validation loss at every step: the least that anything of this kind
-can cost. ``--engine paper`` is the paper's own algorithms (``inrun.paper``), whose batch also holds the validation rows.
+can cost. "paper first" and "paper second" are the paper's own algorithms (``inrun.paper``), whose batch also holds the validation
+rows.
 
 Scored training warms up until whole credit's window is full, plain training and the floor for a few steps. After that all take
 turns of some consecutive steps each, in rotating order, so that noise hits all alike. No step is left out: settlement and audits
 are part of the mean. A ratio's standard error comes from the spread over turns.
 
-``--memory`` instead trains every contestant in a process of its own and compares peak resident memory.
+Peak resident memory is compared, too: every contestant trains in a process of its own.
 
 The Trainer cases run each trainer in a thread of its own; only one of them runs at a time.
 """
@@ -28,124 +29,34 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from launches import ENGINES, GPT, merged_step, next_token_loss, next_token_losses, pairs
+from launches import METHODS, PAPER, attach, merged_step
 from torch import Tensor, nn
 
-# ---- Cases
-
-
-@dataclass
-class Task:
-    """What is trained: a model, its data, its loss."""
-
-    model: nn.Module
-    #: Draws so many rows.
-    draw: Callable[[int], Any]
-    loss: Callable[[nn.Module, Any], Tensor]
-    #: The same for every row, ``[n]``, which the paper's algorithms need.
-    losses: Callable[[nn.Module, Any], Tensor]
-    batch: int
-    validation_rows: int
-    clip: float | None = None
-    trainer: bool = False
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Make AdamW with torch's defaults."""
-        return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-
-def gpt(width: int, layers: int, batch: int) -> Task:
-    """A GPT with 256 positions and a vocabulary of 4,096, one validation row, clipped."""
-    model = GPT(4096, width, layers, heads=width // 64, context=256)
-    return Task(model, lambda n: torch.randint(0, 4096, (n, 257)), next_token_loss, next_token_losses, batch, 1, clip=1.0)
-
-
-def small_gpt2(trainer: bool) -> Task:
-    """GPT-2 of transformers with 0.8M parameters, 64 positions, batch 16, 16 validation rows."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0))
-
-    def loss(model: nn.Module, rows: Tensor) -> Tensor:
-        return model(input_ids=rows, labels=rows).loss
-
-    def losses(model: nn.Module, rows: Tensor) -> Tensor:
-        logits = model(input_ids=rows).logits[:, :-1]
-        return F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(1)
-
-    return Task(model, lambda n: torch.randint(0, 256, (n, 64)), loss, losses, 16, 16, clip=1.0, trainer=trainer)
-
-
-def image_loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross entropy of labels."""
-    return F.cross_entropy(model(rows[0]), rows[1])
-
-
-def image_losses(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the cross entropy of every label."""
-    return F.cross_entropy(model(rows[0]), rows[1], reduction="none")
-
-
-def digits() -> Task:
-    """A CNN for digits of 8 x 8, batch 32, 32 validation rows."""
-    stage_1 = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    stage_2 = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    model = nn.Sequential(*stage_1, *stage_2, nn.Flatten(), nn.Linear(128, 10))
-    return Task(model, lambda n: (torch.rand(n, 1, 8, 8), torch.randint(0, 10, (n,))), image_loss, image_losses, 32, 32)
-
-
-def resnet() -> Task:
-    """ResNet-18 with group norms for images of 32 x 32, batch 32, one validation row."""
-    import other_models
-
-    model, draw, batch = other_models.resnet()
-    return Task(model, draw, image_loss, image_losses, batch, 1, clip=1.0)
-
-
-CASES: dict[str, Callable[[], Task]] = {
-    "gpt256": lambda: gpt(256, layers=4, batch=16),
-    "gpt768": lambda: gpt(768, layers=2, batch=8),
-    "gpt08m": lambda: small_gpt2(trainer=False),
-    "gpt08m-trainer": lambda: small_gpt2(trainer=True),
-    "digits": digits,
-    "resnet": resnet,
-}
-
-
-CASES_WITH_TRAINER = {"gpt08m-trainer"}
-
+import inrun
+from cases import CASES, USUAL, WITH_TRAINER, Task
 
 # ---- Contestants
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Plain training, the floor, or a method of an engine."""
+    """Plain training, the floor, or a method."""
 
     name: str
-    engine: str | None = None
     method: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def contestants(engines: list[str], methods: list[str], sketch: int | None) -> list[Contestant]:
-    """Return plain training, the floor, and every method of every engine."""
-    scored = []
-    for engine, method in pairs(engines, methods):
-        options = {"sketch": sketch} if sketch is not None and method == "whole" else {}
-        scored.append(Contestant(f"{engine} {method}", engine, method, options))
+def contestants(methods: Iterable[str], sketch: int | None) -> list[Contestant]:
+    """Return plain training, the floor, and every method."""
+    scored = [Contestant(m, m, {"sketch": sketch} if sketch is not None and m == "whole" else {}) for m in methods]
     return [Contestant("plain"), Contestant("floor"), *scored]
 
 
@@ -153,14 +64,14 @@ class Loop:
     """A training loop that can be run some steps at a time."""
 
     def __init__(self, task: Task, who: Contestant) -> None:
-        """Make the optimizer and attach the engine."""
+        """Make the optimizer and attach what scores."""
         self.task, self.who, self.number = task, who, 0
         self.optimizer = task.make_optimizer()
         self.parameters = list(task.model.parameters())
         self.held = task.draw(task.validation_rows)
         self.accountant: Any = None
-        if who.engine is not None:
-            self.accountant = ENGINES[who.engine](task.model, self.optimizer, self.validation, who.method, **who.options)
+        if who.method is not None:
+            self.accountant = attach(task.model, self.optimizer, self.validation, who.method, **who.options)
 
     def validation(self, model: nn.Module) -> Tensor:
         """Return the validation loss."""
@@ -176,7 +87,7 @@ class Loop:
         rows = task.draw(n)
         ids = range(self.number * n, (self.number + 1) * n)
         self.number += 1
-        if self.who.engine == "paper":
+        if self.who.method in PAPER:
             merged_step(self.accountant, lambda both: task.losses(task.model, both), rows, self.held, ids, self._update)
             return
         with nullcontext() if self.accountant is None else self.accountant.step(ids):
@@ -237,34 +148,11 @@ class TrainerLoop:
     def _attach(self) -> None:
         from transformers import TrainerCallback
 
-        who, validation, batch = self.who, self.validation, self.task.batch
-        if who.engine == "old":
+        who, validation = self.who, self.validation
+        if who.method is not None:
             from inrun.integrations.transformers import attach
 
-            chosen = {"credit": "whole"} if who.method == "whole" else {"method": who.method, "credit": "step"}
-            attach(self.trainer, validation, **chosen, **who.options)
-        elif who.engine is not None:
-            attach_engine = ENGINES[who.engine]
-
-            class Scores(TrainerCallback):
-                """Attach without an integration: a step from the trainer's step begin to its step end."""
-
-                def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                    optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-                    self.accountant = attach_engine(given["model"], optimizer, validation, who.method, **who.options)
-
-                def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                    number = state.global_step
-                    self.step = self.accountant.step(range(number * batch, (number + 1) * batch))
-                    self.step.__enter__()
-
-                def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                    self.step.__exit__(None, None, None)
-
-                def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                    self.accountant.close()
-
-            self.trainer.add_callback(Scores())
+            attach(self.trainer, validation, method=who.method, **who.options)
         elif who.name == "floor":
 
             class Floor(TrainerCallback):
@@ -359,13 +247,11 @@ class Timed:
 def time_case(case: str, who: list[Contestant], options: argparse.Namespace) -> list[Timed]:
     """Time the contestants of a case, plain training and the floor first."""
     rounds = math.ceil(options.steps / options.block)
-    if CASES_WITH_TRAINER & {case}:
-        who = [x for x in who if x.engine != "paper"]  # a Trainer's batch holds training rows only
     loops = [make(case, x, options.warm_up + rounds * options.block) for x in who]
     timed = [Timed(x.name, options.block) for x in who]
     for x, loop in zip(who, loops, strict=True):
         tell(f"{case}: warm-up, {x.name}")
-        loop.run(options.warm_up if x.engine is not None else min(options.warm_up, PLAIN_WARM_UP))
+        loop.run(options.warm_up if x.method is not None else min(options.warm_up, PLAIN_WARM_UP))
     pairs = list(zip(loops, timed, strict=True))
     for number in range(rounds):
         tell(f"{case}: round {number + 1} of {rounds}")
@@ -432,26 +318,20 @@ def print_times(case: str, rows: list[dict[str, Any]], options: argparse.Namespa
 # ---- Memory
 
 
-def resident(what: str) -> int:
-    """Return the resident bytes of this process: "VmRSS" now, or "VmHWM" at most so far (not the parent's, unlike getrusage)."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(what))
+def peak_resident() -> int:
+    """Return the most bytes that were resident in this process so far (not in the parent, unlike getrusage)."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 
 
-def be_measured(case: str, who: Contestant, engines: list[str], options: argparse.Namespace) -> None:
+def be_measured(case: str, who: Contestant, options: argparse.Namespace) -> None:
     """Train one contestant in this process and print what it took."""
-    before = resident("VmRSS")
-    import inrun
-
-    # Everybody imports all engines, so that the difference is what training takes.
-    _ = inrun.Accountant, inrun.MemoryLedger
-    if "new" in engines:
-        import inrun.engine
-    imported = resident("VmRSS") - before
+    # Everybody imports all of inrun, so that the difference is what training takes.
+    _ = inrun.Accountant, inrun.MemoryLedger, inrun.paper
     steps = options.warm_up + options.block
     loop = make(case, who, steps)
     loop.run(steps)
-    print(json.dumps({"name": who.name, "steps": steps, "peak": resident("VmHWM"), "imported": imported}))
+    print(json.dumps({"name": who.name, "steps": steps, "peak": peak_resident()}))
     sys.stdout.flush()
     os._exit(0)
 
@@ -482,8 +362,7 @@ def print_memory(case: str, rows: list[dict[str, Any]]) -> None:
     table.add_column("over plain", justify="right")
     for row in rows:
         table.add_row(row["name"], f"{row['peak'] / 1e6:.0f} MB", f"{row['over_plain'] / 1e6:+.0f} MB")
-    Console().print(table)
-    Console().print(f"Importing inrun takes {rows[0]['imported'] / 1e6:.0f} MB more, which every process has.", highlight=False)
+    Console(width=max(Console().width, 120)).print(table)
 
 
 # ---- The command
@@ -492,40 +371,46 @@ def print_memory(case: str, rows: list[dict[str, Any]]) -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="repeatable; all by default")
-    parser.add_argument("--engine", action="append", choices=list(ENGINES), help="repeatable; old by default")
-    parser.add_argument("--method", action="append", help="repeatable; first and whole by default")
-    parser.add_argument("--steps", type=int, default=88, help="timed steps of each; 50 at least for a figure to be quoted")
+    parser.add_argument("--case", action="append", choices=list(CASES), help=f"repeatable; by default {', '.join(USUAL)}")
+    parser.add_argument("--method", action="append", choices=METHODS, help="repeatable; first and whole by default")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps of each, 50 at least: every 50th is audited")
     parser.add_argument("--warm-up", type=int, default=60, help="steps before; whole credit's window is 44 steps at β₁ = 0.9")
     parser.add_argument("--block", type=int, default=4, help="consecutive steps of a turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--sketch", type=int, help="numbers per sample of whole credit; by default what the engine takes")
-    parser.add_argument("--memory", action="store_true", help="instead: peak resident memory, a process for each")
+    parser.add_argument("--sketch", type=int, help="numbers per sample of whole credit; by default chosen by model size")
+    parser.add_argument("--only", choices=["time", "memory"], help="measure one of the two")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 50:
+        parser.error("--steps: 50 at least, or the mean is not that of a run")
+    return options
 
 
 def main() -> None:
     """Measure, and print tables or JSON."""
     options = parse()
     torch.set_num_threads(options.threads)
-    engines = options.engine or ["old"]
-    who = contestants(engines, options.method or ["first", "whole"], options.sketch)
+    who = contestants(options.method or ("first", "whole"), options.sketch)
     if options.child:
-        be_measured(options.case[-1], next(x for x in who if x.name == options.child), engines, options)
-    found = {}
-    for case in options.case or CASES:
-        if options.memory:
-            rows = memory_rows(case, who, [x for x in sys.argv[1:] if x not in ("--memory", "--json")])
-        else:
-            rows = timed_rows(time_case(case, who, options))
+        be_measured(options.case[-1], next(x for x in who if x.name == options.child), options)
+    found: dict[str, dict[str, Any]] = {}
+    for case in options.case or USUAL:
+        # A Trainer's batch holds training rows only.
+        some = [x for x in who if x.method not in PAPER] if case in WITH_TRAINER else who
+        found[case] = {}
+        if options.only != "memory":
+            found[case]["time"] = timed_rows(time_case(case, some, options))
+        if options.only != "time":
+            found[case]["memory"] = memory_rows(case, some, [x for x in sys.argv[1:] if x != "--json"])
         tell("")
-        found[case] = rows
         if not options.json:
-            print_memory(case, rows) if options.memory else print_times(case, rows, options)
+            if "time" in found[case]:
+                print_times(case, found[case]["time"], options)
+            if "memory" in found[case]:
+                print_memory(case, found[case]["memory"])
     if options.json:
-        settings = {name: getattr(options, name) for name in ("steps", "warm_up", "block", "threads", "sketch", "memory")}
+        settings = {name: getattr(options, name) for name in ("steps", "warm_up", "block", "threads", "sketch")}
         print(
             json.dumps({**settings, "torch": torch.__version__, "contestants": [asdict(x) for x in who], "cases": found}, indent=1)
         )

@@ -1,12 +1,12 @@
 """Count what a scored training step asks of a device: operations, blocking host reads, host-to-device copies.
 
-    python benchmarks/launches.py                                  the present engine, counted on the CPU by a dispatch mode
-    python benchmarks/launches.py --engine new --json
+    python benchmarks/launches.py                                  "first" and "whole", counted on the CPU by a dispatch mode
+    python benchmarks/launches.py --method step --method "paper first" --json
     python benchmarks/launches.py --device pretend --pretend /tmp/pretend_device
 
 The model is a GPT of 4 layers and width 64 with 8 training and 2 validation rows, trained by AdamW (foreach) with norm clipping.
 Counting starts when whole credit's window is full. "Floor" is plain training that also takes the gradient of the validation loss at
-every step.
+every step. "paper first" and "paper second" are the paper's own algorithms (``inrun.paper``).
 
 Counts are deterministic, so they can be tests. The convention is the same on both devices:
 
@@ -14,7 +14,7 @@ Counts are deterministic, so they can be tests. The convention is the same on bo
   operations they consist of: a foreach call counts once per tensor, layer norm counts as batch norm and an affine map, attention
   counts as the products and the softmax it consists of.
 - Views and uninitialized memory cost nothing.
-- Host tensors cost nothing: AdamW keeps its step counts there. What else an engine keeps on the host counts on a CPU as if it were
+- Host tensors cost nothing: AdamW keeps its step counts there. What else scoring keeps on the host counts on a CPU as if it were
   on the device; only the pretend device leaves it out.
 
 A GPU runs a foreach call, a layer norm or an attention in one or a few kernels, so it launches less than this counts, with and
@@ -44,6 +44,8 @@ from torch import Tensor, nn
 from torch._C import DispatchKey
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import inrun
 
 # ---- What is counted
 
@@ -231,11 +233,11 @@ def next_token_losses(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1).mean(1)
 
 
-# ---- Engines
+# ---- Who scores
 
 
-class Accountant(Protocol):
-    """What both engines offer."""
+class Scores(Protocol):
+    """What an accountant offers, and the paper's scorer in :func:`merged_step`."""
 
     def step(self, ids: Iterable[int]) -> AbstractContextManager[Any]:
         """Return the context of one training step."""
@@ -245,29 +247,19 @@ class Accountant(Protocol):
 
 
 Loss = Callable[[nn.Module], Tensor]
-#: Attaches an engine: model, optimizer, validation loss, method ("first", "whole", ...), and options of the engine.
-Attach = Callable[..., Accountant]
+#: The paper's algorithms by name, with the order of the theorem.
+PAPER = {"paper first": 1, "paper second": 2}
+#: Everything that scores.
+METHODS = (*inrun.methods.METHODS, *PAPER)
+#: Leaves out audits, so that every counted step is an ordinary one.
+NO_AUDITS = {"audit_every": 1_000_000}
 
 
-def attach_old(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str, **options: Any) -> Accountant:
-    """Attach the engine of version 0.1."""
-    import inrun
-
-    chosen = {"credit": "whole"} if method == "whole" else {"method": method, "credit": "step"}
-    return inrun.Accountant(model, optimizer, validation, **chosen, **options)
-
-
-def attach_new(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str, **options: Any) -> Accountant:
-    """Attach the new engine."""
-    engine = importlib.import_module("inrun.engine")
-    return engine.Accountant(model, optimizer, validation=validation, method=method, **options)
-
-
-def attach_paper(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str) -> Any:
-    """Attach the paper's own algorithms, whose steps run as :func:`merged_step` does."""
-    from inrun.paper import GhostScorer
-
-    return GhostScorer(model, optimizer, order={"first": 1, "second": 2}[method])
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer, validation: Loss, method: str, **options: Any) -> Any:
+    """Attach an accountant, or the paper's algorithms, whose steps run as :func:`merged_step` does."""
+    if method in PAPER:
+        return inrun.paper.GhostScorer(model, optimizer, order=PAPER[method])
+    return inrun.Accountant(model, optimizer, validation, method=method, **options)
 
 
 def merged_step(scorer: Any, losses: Callable[[Any], Tensor], rows: Any, held: Any, ids: range, update: Callable[[], None]) -> None:
@@ -287,18 +279,6 @@ def merged_step(scorer: Any, losses: Callable[[Any], Tensor], rows: Any, held: A
         found = losses(both)
         scorer.loss(found[:n].mean(), found[n:].mean()).backward()
         update()
-
-
-ENGINES: dict[str, Attach] = {"old": attach_old, "new": attach_new, "paper": attach_paper}
-#: What the paper's algorithms can be asked for; engines do all.
-PAPER_METHODS = ("first", "second")
-#: Options that leave out audits, so that every counted step is an ordinary one.
-NO_AUDITS: dict[str, dict[str, Any]] = {"old": {"audit_every": 0}, "new": {"audit_every": 1_000_000}, "paper": {}}
-
-
-def pairs(engines: Iterable[str], methods: Iterable[str]) -> list[tuple[str, str]]:
-    """Return engines with their methods; the paper has the orders of its theorems only."""
-    return [(e, m) for e in engines for m in methods if e != "paper" or m in PAPER_METHODS]
 
 
 # ---- Counting
@@ -366,7 +346,7 @@ def _pretend() -> Any:
 def count_steps(
     name: str,
     setting: Setting = DEFAULT,
-    attach: Callable[[nn.Module, torch.optim.Optimizer, Loss], Accountant] | None = None,
+    attach: Callable[[nn.Module, torch.optim.Optimizer, Loss], Scores] | None = None,
     validation_gradient: bool = False,
     merged: bool = False,
 ) -> Counted:
@@ -375,7 +355,7 @@ def count_steps(
     Args:
         name: What the result is called.
         setting: The model and the steps.
-        attach: Attaches an engine to a model, its optimizer and a validation loss; None for plain training.
+        attach: Attaches what scores to a model, its optimizer and a validation loss; None for plain training.
         validation_gradient: Take the gradient of the validation loss after every step, as the floor does.
         merged: Run steps as the paper does (:func:`merged_step`).
     """
@@ -433,9 +413,9 @@ def count_yardsticks(setting: Setting) -> list[Counted]:
     return [count_steps("plain", setting), count_steps("floor", setting, validation_gradient=True)]
 
 
-def count_engine(attach: Attach, method: str, setting: Setting = DEFAULT, name: str | None = None, **options: Any) -> Counted:
-    """Count an engine: ``attach(model, optimizer, validation, method, **options)``."""
-    return count_steps(name or method, setting, lambda m, o, v: attach(m, o, v, method, **options), merged=attach is attach_paper)
+def count_method(method: str, setting: Setting = DEFAULT, attach: Callable[..., Scores] = attach, **options: Any) -> Counted:
+    """Count a method: ``attach(model, optimizer, validation, method, **options)``."""
+    return count_steps(method, setting, lambda m, o, v: attach(m, o, v, method, **options), merged=method in PAPER)
 
 
 # ---- The command
@@ -470,8 +450,7 @@ def print_table(setting: Setting, found: list[Counted]) -> None:
 def main() -> None:
     """Count, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", action="append", choices=list(ENGINES), help="repeatable; old by default")
-    parser.add_argument("--method", action="append", help="repeatable; first and whole by default")
+    parser.add_argument("--method", action="append", choices=METHODS, help="repeatable; first and whole by default")
     parser.add_argument("--device", choices=["cpu", "pretend"], default="cpu")
     parser.add_argument("--pretend", metavar="PATH", help="folder of the pretend device, which must be writable")
     parser.add_argument("--json", action="store_true")
@@ -485,9 +464,7 @@ def main() -> None:
         sys.path.insert(0, options.pretend)
         importlib.import_module("pretend")
     setting = Setting(**{name: getattr(options, name) for name in vars(options) if hasattr(Setting, name)})
-    found = count_yardsticks(setting)
-    for engine, method in pairs(options.engine or ["old"], options.method or ["first", "whole"]):
-        found.append(count_engine(ENGINES[engine], method, setting, f"{engine} {method}", **NO_AUDITS[engine]))
+    found = count_yardsticks(setting) + [count_method(m, setting, **NO_AUDITS) for m in options.method or ("first", "whole")]
     if options.json:
         print(
             json.dumps({"setting": asdict(setting), "torch": torch.__version__, "results": [x.as_dict() for x in found]}, indent=1)

@@ -1,9 +1,8 @@
-"""Operations and host reads per step: the counting convention, the two yardsticks, and the new engine's budgets."""
+"""Operations and host reads per step: the counting convention, the two yardsticks, and the budgets of the methods."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -87,7 +86,7 @@ def test_host_tensors_are_free() -> None:
 
 
 class Wasteful:
-    """An engine that takes operations and reads as told, in the forward and after the step."""
+    """An accountant that takes operations and reads as told, in the forward and after the step."""
 
     def __init__(self, model: nn.Module, operations: int, reads: int) -> None:
         self.weight, self.operations, self.reads = next(model.parameters()).detach(), operations, reads
@@ -104,15 +103,15 @@ class Wasteful:
         pass
 
 
-def test_an_engine_that_reads_and_computes_is_found_out() -> None:
+def test_an_accountant_that_reads_and_computes_is_found_out() -> None:
     """The control of the budgets below."""
 
     def attach(model: nn.Module, optimizer: Any, validation: Any, method: str, operations: int, reads: int) -> Wasteful:
         return Wasteful(model, operations, reads)
 
     plain = launches.count_steps("plain", SHORT)
-    none = launches.count_engine(attach, "first", SHORT, operations=0, reads=0)
-    some = launches.count_engine(attach, "first", SHORT, operations=5, reads=3)
+    none = launches.count_method("first", SHORT, attach, operations=0, reads=0)
+    some = launches.count_method("first", SHORT, attach, operations=5, reads=3)
     assert none.mean("operations") == plain.mean("operations") and none.most("reads") == 0
     assert some.mean("operations") == plain.mean("operations") + 5 and some.most("reads") == 3
 
@@ -124,40 +123,28 @@ def test_yardsticks() -> None:
     assert plain.most("reads") == floor.most("reads") == 0
 
 
-def _engine_is_missing() -> bool:
-    try:
-        return not hasattr(importlib.import_module("inrun.engine"), "Accountant")
-    except ImportError:
-        return True
-
-
-needs_engine = pytest.mark.skipif(_engine_is_missing(), reason="inrun.engine.Accountant cannot be imported")
-
-
-@needs_engine
 @pytest.mark.parametrize("method", list(BUDGETS))
-def test_lean_engine_keeps_its_budget(method: str) -> None:
-    setting = launches.Setting(warm_up=60, steps=22)
+def test_methods_keep_their_budget(method: str) -> None:
     _, floor = launches.count_yardsticks(SHORT)
-    found = launches.count_engine(launches.attach_new, method, setting, **launches.NO_AUDITS["new"])
+    found = launches.count_method(method, **launches.NO_AUDITS)
     each = [x.operations for x in found.each]
     assert found.mean("operations") <= BUDGETS[method] * floor.mean("operations"), each
     assert found.most("reads") == 0, found.as_dict()
 
 
+@pytest.mark.parametrize("method", list(launches.PAPER))
+def test_the_paper_s_algorithms_are_counted(method: str) -> None:
+    _, floor = launches.count_yardsticks(SHORT)
+    assert launches.count_method(method, SHORT).mean("operations") > floor.mean("operations")
+
+
 @pytest.mark.skipif("INRUN_PRETEND" not in os.environ, reason="INRUN_PRETEND is not set: the folder of the pretend device")
-@pytest.mark.parametrize("engine", ["none", pytest.param("new", marks=needs_engine)], ids=["yardsticks", "new engine"])
-def test_pretend_device_counts_the_same(engine: str) -> None:
+def test_pretend_device_counts_the_same() -> None:
     """No CPU tensor is mixed with the device's, and nothing waits for a copy."""
     command = [sys.executable, str(FILE), "--json", "--device", "pretend", "--pretend", os.environ["INRUN_PRETEND"]]
-    if engine == "none":
-        command += ["--engine", "old", "--method", "first", "--warm-up", "2", "--steps", "2"]
-    else:
-        command += ["--engine", engine]
     found = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    plain, floor, *engines = json.loads(found.stdout)["results"]
+    plain, floor, *scored = json.loads(found.stdout)["results"]
     assert (plain["operations"]["mean"], floor["operations"]["mean"]) == (784, 1032)
-    if engine == "new":
-        for x in engines:
-            assert x["operations"]["mean"] <= BUDGETS[x["name"].split()[1]] * 1032
-            assert x["reads"]["most"] == 0
+    for x in scored:
+        assert x["operations"]["mean"] <= BUDGETS[x["name"]] * 1032
+        assert x["reads"]["most"] == 0

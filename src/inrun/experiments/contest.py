@@ -13,23 +13,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from inrun.bench.contestants import SCORED, Entry
+from inrun.bench.contestants import WARM_UP, Entry
 from inrun.bench.measure import Made, keep_freed_memory, measure_made
 from inrun.bench.shape import DTYPES, Shape
-from inrun.experiments.ways import (
-    MIDDLE,
-    ORDER_1,
-    ORDER_2,
-    ByHand,
-    DirectFirst,
-    DirectSecond,
-    Merged,
-    Plain,
-    Running,
-    Scored,
-    Task,
-    by_autograd,
-)
+from inrun.experiments.ways import MIDDLE, ORDER_1, ORDER_2, Paper, Plain, Running, Scored, Task, by_autograd
 from inrun.methods import METHODS
 
 #: How far the scores of two ways may lie apart, relative to the largest, in double precision.
@@ -38,7 +25,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Perceptron:
-    """A multilayer perceptron without biases, trained by plain SGD: what the paper's recursion is derived for."""
+    """A multilayer perceptron without biases, trained by plain SGD: what the paper derives its recursion for."""
 
     width: int = 768
     layers: int = 5
@@ -50,8 +37,7 @@ class Perceptron:
 
     def task(self) -> Task:
         """Return it as a task; inputs are drawn at random, which times do not depend on."""
-        return Task(self._build, lambda m: torch.optim.SGD(m.parameters(), lr=0.05), self._draw, self.batch, self.validation_rows,
-                    activation=self.activation)  # fmt: skip
+        return Task(self._build, lambda m: torch.optim.SGD(m.parameters(), lr=0.05), self._draw, self.batch, self.validation_rows)
 
     def _build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -83,8 +69,6 @@ class Trial:
     shape: Shape | Perceptron
     rounds: int
     slow_rounds: int
-    #: Steps of whole credit before the clock starts: 44 fill its window at β₁ = 0.9; None leaves whole credit out.
-    window: int | None = 0
 
     def task(self) -> Task:
         """Return what is trained."""
@@ -108,61 +92,44 @@ class Way:
     meets: str | None = None
     slow: bool = False
 
+    @property
+    def warm_up(self) -> int:
+        """Return the steps before the first that is timed."""
+        return WARM_UP if self.name in METHODS else 2
 
-def ways(trial: Trial, counting: bool = False) -> list[Way]:
-    """Return the contestants, plain training and the limit first.
+
+def ways(counting: bool = False) -> list[Way]:
+    """Return the contestants, plain training and the floor first.
 
     Args:
-        trial: The model.
         counting: Leave out audits and checks of rows, which some steps have and others do not: for counting operations.
     """
     audits = {"audit_every": 0, "check_rows": False} if counting else {}
-    ghosts = [Way("first, ghost", lambda task: Merged(task, {"form": "gram", **audits}), ORDER_1)]
-    if isinstance(trial.shape, Perceptron):
-        ghosts = [
-            Way("plain, by hand", ByHand),
-            Way("first, ghost by hand", lambda task: ByHand(task, 1), ORDER_1),
-            *ghosts,
-            Way("second, ghost", lambda task: ByHand(task, 2), ORDER_2),
-        ]
-    whole = Way("whole credit", lambda task: Scored(task, {"credit": "whole", **audits}), MIDDLE)
+    meets = {"whole": MIDDLE, "step": MIDDLE, "first": ORDER_1, "second": ORDER_2}
     return [
         Way("plain", Plain),
-        Way("limit", lambda task: Plain(task, task.validation_rows)),
-        *ghosts,
-        Way("first, direct", DirectFirst, ORDER_1, slow=True),
-        Way("second, direct", DirectSecond, ORDER_2, slow=True),
-        Way("first, merged", lambda task: Merged(task, audits), ORDER_1),
-        *_ours(isinstance(trial.shape, Perceptron), audits),
-        *([] if trial.window is None else [whole]),
+        Way("floor", functools.partial(Plain, validation_gradient=True)),
+        Way("first, ghost", functools.partial(Paper, form="gram"), ORDER_1),
+        Way("second, ghost", functools.partial(Paper, order=2, form="gram"), ORDER_2),
+        Way("first, paper", Paper, ORDER_1),
+        Way("second, paper", functools.partial(Paper, order=2), ORDER_2),
+        Way("first, direct", functools.partial(Paper, form="direct"), ORDER_1, slow=True),
+        Way("second, direct", functools.partial(Paper, order=2, form="direct"), ORDER_2, slow=True),
+        *(Way(m, functools.partial(Scored, options={"method": m, **audits}), meets[m]) for m in METHODS),
     ]
-
-
-def _ours(sgd: bool, options: dict[str, Any]) -> list[Way]:
-    """Return one line per registered method and update: those of `inrun bench`, and the paper's proxy where it makes sense."""
-    lines = []
-    for method in METHODS.values():
-        updates = ["sgd"] if not method.points and "sgd" not in method.refuses else []
-        real = "sgd" if sgd else "secant"
-        updates += [real if update == "real" else update for update in method.benchmarked_with]
-        meets = MIDDLE if method.points else ORDER_2 if method.deferred else ORDER_1
-        for update in dict.fromkeys(update for update in updates if update == "sgd" or not sgd):
-            chosen = {"method": method.name, "update": update, **options}
-            lines.append(Way(f"{method.name}+{update}", functools.partial(Scored, options=chosen), meets))
-    return lines
 
 
 def agreement(trial: Trial) -> dict[str, bool]:
     """Return for every way whether its scores are those of the definition, to 1e-6 of the largest, in double precision."""
     expected = by_autograd(trial.small(), 0)
     found = {}
-    for way in ways(trial):
+    for way in ways():
         if way.meets is None:
             continue
         running = way.make(trial.small())
         running.step(0)
-        truth = expected[way.meets]
-        found[way.name] = float((running.scores - truth).abs().max() / truth.abs().max()) < TOLERANCE
+        scores, truth = running.scores, expected[way.meets]
+        found[way.name] = float((scores - truth).abs().max() / truth.abs().max()) < TOLERANCE
     return found
 
 
@@ -181,7 +148,7 @@ def operations(trial: Trial) -> dict[str, int]:
     Elementwise work, dot products and look-ups are not among them; attention is counted as the products it consists of.
     """
     found = {}
-    for way in ways(trial, counting=True):
+    for way in ways(counting=True):
         running = way.make(trial.task())
         running.step(0)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
@@ -194,17 +161,8 @@ def timings(trial: Trial, tell: Callable[[str, int, int], None]) -> list[dict[st
     """Time all ways in interleaved rounds."""
     keep_freed_memory()
     made: list[Made] = []
-    for way in ways(trial):
+    for way in ways():
         running = way.make(trial.task())
-        for number in range(trial.window or 0 if way.name == "whole credit" else 0):
-            tell(f"{trial.name}: filling the window of whole credit", number, trial.window or 0)
-            running.step(number)
-        offset = trial.window or 0  # ids must not come twice in whole credit's window
-        step = functools.partial(_later, running, offset)
-        entry = Entry(way.name, lambda shape: (lambda number: None, lambda: 0), way.slow, warm_up=2 if way.slow else SCORED)
-        made.append((entry, step, running.held))
+        entry = Entry(way.name, lambda shape: (lambda number: None, lambda: 0), way.slow, warm_up=way.warm_up)
+        made.append((entry, running.step, running.held))
     return [r.as_dict() for r in measure_made(made, "cpu", trial.rounds, trial.slow_rounds, tell)]
-
-
-def _later(running: Running, offset: int, number: int) -> None:
-    running.step(offset + number)

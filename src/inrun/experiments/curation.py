@@ -28,7 +28,7 @@ from inrun.experiments.texts import Corpus, CorpusConfig, read_corpus
 Mask = npt.NDArray[np.bool_]
 #: (steps, test loss), from before the first step.
 Curve = list[list[float]]
-ALL_ARMS: tuple[str, ...] = ("proxy_first", "proxy_second", "step_midpoint", "whole", "significant", "by_step")
+ALL_ARMS: tuple[str, ...] = ("proxy_first", "proxy_second", "step", "whole", "significant", "by_step")
 ALL_ARMS += ("influence_function", "gradient_product", "random")
 #: What one scored run in folds serves: credits, those that are clear of their errors, and credits against others of the same step.
 OF_WHOLE = ("whole", "significant", "by_step")

@@ -17,7 +17,7 @@ PAPER_SAVED = {"proxy_first": "about 25 %", "proxy_second": "about 25 %", "influ
 COLOURS = {
     "proxy_first": "#c98a00",
     "proxy_second": "#8a6d00",
-    "step_midpoint": "#1f6f8b",
+    "step": "#1f6f8b",
     "whole": "#0b3954",
     "significant": "#4f9d69",
     "proxy_by_step": "#e8c468",

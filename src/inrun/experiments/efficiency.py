@@ -1,4 +1,4 @@
-"""What scoring costs: the paper's throughput table on a scaled GPT-2, and its ghost recursion on the perceptron it is given for.
+"""What scoring costs: the paper's throughput table on a scaled GPT-2, and on the perceptron that its ghost recursion is given for.
 
 Times are means over interleaved steps (``inrun.bench``) and stand in ``timings.json`` and the tables; ``results.json`` has what
 does not depend on the machine: whether all ways agree, in double precision, and the operations in their matrix products.
@@ -22,13 +22,11 @@ PAPER = {"plain": 76.2, "first, ghost": 70.5, "second, ghost": 34.4, "first, dir
 
 NOTES = (
     "Paper: GPT-2 small (124M parameters) on an A100; its samples per second are not comparable with ours, ratios are. Times "
-    "here: one CPU core, mean step of interleaved rounds. 'limit' is "
-    "plain training on the batch plus the validation rows. Tokens and inputs are drawn at random, and seeds play no part.",
-    "'first, ghost' is the merged pass in gram form; 'first, ghost by hand' and 'second, ghost' are the paper's formulas written "
-    "out without autograd (compare them with 'plain, by hand'). The paper derives its recursion for perceptrons only, so on GPT "
-    "its place is taken by 'second+sgd', one Hessian-vector product on the validation rows.",
-    "'direct' is one backward per sample, and for second order one Hessian-vector product per sample as well. One row keeps a "
-    "CPU core busy, not a GPU: the paper's factor of 18 for direct first order is that of a GPU.",
+    "here: one CPU core, mean step of interleaved rounds. 'floor' is plain training that also takes the gradient of the "
+    "validation rows at every step. Tokens and inputs are drawn at random, and seeds play no part.",
+    "'ghost', 'paper' and 'direct' are inrun.paper, the paper's own algorithms: products of positions with positions for every "
+    "layer, the cheaper form for each layer, and one backward per sample. The others are the methods of the accountant.",
+    "One row keeps a CPU core busy, not a GPU: the paper's factor of 18 for direct first order is that of a GPU.",
     "Operations are those of matrix products; what a way takes beyond them is memory traffic, elementwise work and Python.",
 )
 COLUMNS = (
@@ -38,7 +36,7 @@ COLUMNS = (
     "ours, samples per CPU second",
     "of plain (CPU)",
     "of plain (wall)",
-    "of limit (CPU)",
+    "of floor (CPU)",
     "operations, of plain",
     "peak memory over plain, MB",
     "scores meet the definition",
@@ -63,8 +61,8 @@ SIZES = {
             Trial("mlp", Perceptron(width=32, layers=3, batch=8), 2, 1),
         )
     ),
-    "quick": EfficiencyConfig((Trial("gpt", _SCALED, 6, 2, 46), Trial("mlp", Perceptron(width=256), 20, 3, 4))),
-    "full": EfficiencyConfig((Trial("gpt", _SCALED, 20, 4, 46), Trial("mlp", Perceptron(), 20, 3, 4))),
+    "quick": EfficiencyConfig((Trial("gpt", _SCALED, 50, 2), Trial("mlp", Perceptron(width=256), 50, 3))),
+    "full": EfficiencyConfig((Trial("gpt", _SCALED, 50, 4), Trial("mlp", Perceptron(), 50, 3))),
 }
 
 
@@ -92,16 +90,11 @@ def _scale(trial: Trial) -> dict[str, Any]:
     return {**asdict(trial.shape), "parameters": sum(p.numel() for p in trial.task().build().parameters())}
 
 
-def _paper_of(way: str, mlp: bool) -> float | None:
-    # On GPT the second-order line of the paper stands beside what does its work there.
-    return PAPER.get(way) or (PAPER["second, ghost"] if way == "second+sgd" and not mlp else None)
-
-
 def _table(trial: Trial, facts: dict[str, Any], lines: list[dict[str, Any]]) -> Table:
     mlp, scale = isinstance(trial.shape, Perceptron), _scale(trial)
     base, rows = lines[0]["peak_bytes"], []
     for line in lines:
-        name, paper = line["name"], _paper_of(line["name"], mlp)
+        name, paper = line["name"], PAPER.get(line["name"])
         rows.append(
             [
                 name,
@@ -110,7 +103,7 @@ def _table(trial: Trial, facts: dict[str, Any], lines: list[dict[str, Any]]) -> 
                 round(scale["batch"] / line["cpu_seconds"], 1),
                 round(line["relative_cpu"], 3),
                 round(line["relative"], 3),
-                round(line["of_limit_cpu"], 3),
+                round(line["of_floor_cpu"], 3),
                 round(facts["flops"][name] / facts["flops"]["plain"], 3),
                 f"{(line['peak_bytes'] - base) / 1e6:+.0f}",
                 {True: "yes", False: "NO", None: ""}[facts["agrees"].get(name)],
@@ -129,10 +122,9 @@ def _draw(measured: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(1, len(measured), figsize=(5.2 * len(measured), 4.6), squeeze=False, layout="constrained")
     for axis, (name, lines) in zip(axes.flat, measured.items(), strict=True):
-        mlp = any(line["name"] == "plain, by hand" for line in lines)
         names = [line["name"] for line in lines]
         places = range(len(names))
-        paper = [(k, _paper_of(n, mlp)) for k, n in enumerate(names)] if not mlp else []
+        paper = [] if name == "mlp" else [(k, PAPER.get(n)) for k, n in enumerate(names)]
         axis.barh(list(places), [line["relative_cpu"] for line in lines], color="#1f6f8b", label="here, one core")
         seen = [(k, value / PAPER["plain"]) for k, value in paper if value is not None]
         if seen:

@@ -24,7 +24,7 @@ from inrun.statistics import pearson, spearman
 
 #: What titles of panels do without.
 PAPERS = ", the paper's"
-OURS = ("proxy_first", "proxy_second", "step_midpoint", "whole")
+OURS = ("proxy_first", "proxy_second", "step", "whole")
 WAYS = (*OURS, "influence_function", "trak", "less", "tracin_cp", "gradient_cosine", "bm25", "random")
 
 
@@ -56,7 +56,7 @@ SIZES = {
         dimension=64,
     ),
     "quick": GroupsConfig(
-        run=TextRun(steps=50, lr=1e-3), ways=("proxy_first", "step_midpoint", "whole", "influence_function"), halves=8, singles=2
+        run=TextRun(steps=50, lr=1e-3), ways=("proxy_first", "step", "whole", "influence_function"), halves=8, singles=2
     ),
     "full": GroupsConfig(),
 }

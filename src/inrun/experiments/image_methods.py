@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from inrun import baselines
-from inrun.experiments.image_training import State, Subject, accuracy, adam, train
 from inrun.engine import Accountant
+from inrun.experiments.image_training import State, Subject, accuracy, adam, train
 from inrun.statistics import ranks
 
 Vector = npt.NDArray[np.float64]
@@ -24,19 +24,17 @@ Scores = dict[str, Vector]
 
 #: Ours by name: what the accountant is asked for. The first two are the paper's: its SGD proxy, first and second order.
 IN_RUN: dict[str, dict[str, str]] = {
-    "in_run_first": {"method": "first", "update": "sgd"},
-    "in_run_second": {"method": "second", "update": "sgd"},
-    "step_first": {"method": "first", "update": "auto"},
-    "step_midpoint": {"method": "midpoint", "update": "auto"},
+    "in_run_first": {"method": "first"},
+    "in_run_second": {"method": "second"},
+    "step": {"method": "step"},
     # Sketches cost less; on ResNet-18, trained as roughly as here, they are off by an eighth of what credits differ by.
-    "whole": {"credit": "whole", "credit_memory": "exact"},
+    "whole": {"method": "whole", "sketch": "exact"},
 }
 #: How tables name methods.
 LABELS = {
     "in_run_first": "in-run, first order (SGD proxy)",
     "in_run_second": "in-run, second order (SGD proxy)",
-    "step_first": "in-run, first order, Adam's step",
-    "step_midpoint": "in-run, midpoint, Adam's step",
+    "step": "in-run, Adam's step",
     "whole": "in-run, whole credit",
     "own_step": "in-run, whole credit, its own step's part",
     "influence_function": "influence function",

@@ -56,7 +56,7 @@ _RESNET = replace(
     validation=300,
     training=Training(epochs=16, decay_every=8),
     net=Net("resnet18", width=16, start_epochs=10),
-    in_run=("in_run_first", "step_midpoint", "whole"),
+    in_run=("in_run_first", "step", "whole"),
     retraining=(),
 )
 #: As the paper has it.

@@ -33,7 +33,7 @@ class StabilityConfig:
     setting: Setting = _FULL
     #: Training runs of every set, that differ in the order of the samples alone.
     orders: int = 4
-    methods: tuple[str, ...] = ("in_run_first", "step_midpoint", "whole")
+    methods: tuple[str, ...] = ("in_run_first", "step", "whole")
     #: Estimates of the Shapley values of every set, each with permutations and training seeds of its own.
     estimates: int = 2
 

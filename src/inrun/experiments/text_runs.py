@@ -35,10 +35,10 @@ Values = npt.NDArray[np.float64]
 Batches = npt.NDArray[np.int64]
 #: Our ways to score a run: options of the accountant by name. Models are small enough to keep gradients as they are.
 OURS: dict[str, dict[str, Any]] = {
-    "proxy_first": {"method": "first", "update": "sgd"},
-    "proxy_second": {"method": "second", "update": "sgd", "hessian": "differences"},
-    "step_midpoint": {"method": "midpoint"},
-    "whole": {"credit": "whole", "credit_memory": "exact"},
+    "proxy_first": {"method": "first"},
+    "proxy_second": {"method": "second"},
+    "step": {"method": "step"},
+    "whole": {"method": "whole", "sketch": "exact"},
 }
 #: What the run of a way gives besides, at hardly any cost: values against their batch, and the product of gradients at the end.
 BESIDE = {"proxy_first": "proxy_by_step", "whole": "by_step", "influence_function": "gradient_product"}
@@ -59,7 +59,7 @@ BETAS = (0.9, 0.95)
 TITLES = {
     "proxy_first": "in-run, first order (SGD proxy, the paper's)",
     "proxy_second": "in-run, second order (SGD proxy, the paper's)",
-    "step_midpoint": "in-run, midpoint (step game)",
+    "step": "in-run, the step's own share",
     "whole": "in-run, whole credit",
     "significant": "in-run, whole credit, significance rule",
     "proxy_by_step": "in-run, first order (SGD proxy) against its batch",

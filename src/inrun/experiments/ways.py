@@ -17,16 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inrun.bench.contestants import held_bytes
-from inrun.experiments.ghost_hessian import (
-    ACTIVATIONS,
-    Passes,
-    ghost_dot_products,
-    ghost_hessian_products,
-    run_passes,
-    weight_gradients,
-)
+from inrun.bench.contestants import RowGPT, held_bytes
 from inrun.engine import Accountant
+from inrun.paper import GhostScorer
+from inrun.training.gpt import GPT
 
 Batch = tuple[Tensor, Tensor]
 #: What scores are by definition in the game of plain SGD.
@@ -44,21 +38,20 @@ class Task:
     batch: int
     validation_rows: int
     clip: float | None = None
-    #: φ of a multilayer perceptron without biases, for the ways that are only known for one.
-    activation: str | None = None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy over all targets."""
-        return loss_of(model(batch[0]), batch[1])
+        return self.losses(model, batch).mean()
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over the targets of every row, ``[n]``."""
+        outputs, targets = model(batch[0]), batch[1]
+        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return found.view(len(targets), -1).mean(1)
 
     def validation(self) -> Batch:
         """Return the validation rows."""
         return self.draw(self.validation_rows, -1)
-
-
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of ``[..., classes]``."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 @dataclass
@@ -69,8 +62,6 @@ class Running:
     model: nn.Module = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     parameters: list[nn.Parameter] = field(init=False)
-    #: Of the last step, ``[n]``.
-    scores: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         """Make the model and its optimizer."""
@@ -86,31 +77,31 @@ class Running:
         """Return the bytes held between steps."""
         return held_bytes(self.model, self.optimizer)
 
-    def update(self) -> float:
-        """Clip, step and clear the gradients; return ηc."""
-        factor, clip = float(self.optimizer.param_groups[0]["lr"]), self.task.clip
-        if clip is not None:
-            factor *= min(1.0, clip / (float(torch.nn.utils.clip_grad_norm_(self.parameters, clip)) + 1e-6))
+    def update(self) -> None:
+        """Clip, step and clear the gradients."""
+        if self.task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.task.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return factor
 
 
 @dataclass
 class Plain(Running):
-    """Training without scores, on the batch and so many rows more."""
+    """Training without scores; with ``validation_gradient`` it is the floor."""
 
-    more: int = 0
+    validation_gradient: bool = False
 
     def step(self, number: int) -> None:
         """Train one step."""
-        self.task.loss(self.model, self.task.draw(self.task.batch + self.more, number)).backward()
+        if self.validation_gradient:
+            torch.autograd.grad(self.task.loss(self.model, self.task.validation()), self.parameters)
+        self.task.loss(self.model, self.task.draw(self.task.batch, number)).backward()
         self.update()
 
 
 @dataclass
 class Scored(Running):
-    """Training with an accountant that takes the validation gradient apart."""
+    """Training with an accountant."""
 
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -119,7 +110,6 @@ class Scored(Running):
         super().__post_init__()
         rows = self.task.validation()
         self.accountant = Accountant(self.model, self.optimizer, lambda m: self.task.loss(m, rows), **self.options)
-        self.accountant.hush()
 
     def step(self, number: int) -> None:
         """Train one step, and score it."""
@@ -127,7 +117,11 @@ class Scored(Running):
         with self.accountant.step(range(number * n, (number + 1) * n)):
             self.task.loss(self.model, self.task.draw(n, number)).backward()
             self.update()
-        self.scores = self.accountant.last.contributions["validation"]
+
+    @property
+    def scores(self) -> Tensor:
+        """Return the scores of the last step, ``[n]``."""
+        return self.accountant.last.contributions["validation"]
 
     def held(self) -> int:
         """Return the bytes held between steps, the accountant's among them."""
@@ -135,77 +129,33 @@ class Scored(Running):
 
 
 @dataclass
-class Merged(Running):
-    """The paper's one backpropagation: validation rows ride in the batch; in gram form its ghost dot product."""
+class Paper(Running):
+    """The paper's own algorithms: validation rows ride in the batch."""
 
-    options: dict[str, Any] = field(default_factory=dict)
+    order: int = 1
+    form: str = "auto"
 
     def __post_init__(self) -> None:
-        """Attach the accountant."""
+        """Attach the scorer."""
         super().__post_init__()
+        if isinstance(self.model, GPT):
+            self.model.__class__ = RowGPT
         self.rows = self.task.validation()
-        self.accountant = Accountant(self.model, self.optimizer, update="sgd", **self.options)
-        self.accountant.hush()
+        self.scorer = GhostScorer(self.model, self.optimizer, order=self.order, form=self.form)
 
     def step(self, number: int) -> None:
         """Train one step, and score it."""
         n, m = self.task.batch, self.task.validation_rows
         inputs, targets = (torch.cat(pair) for pair in zip(self.task.draw(n, number), self.rows, strict=True))
-        with self.accountant.step(range(number * n, (number + 1) * n), merged=m) as step:
-            ours, theirs = self.model(inputs).split([n, m])
-            step.merge(loss_of(ours, targets[:n]), loss_of(theirs, targets[n:])).backward()
+        with self.scorer.step(range(number * n, (number + 1) * n), validation_rows=m):
+            losses = self.task.losses(self.model, (inputs, targets))
+            self.scorer.loss(losses[:n] / n, losses[n:].mean()).backward()
             self.update()
-        self.scores = next(iter(self.accountant.last.contributions.values()))
 
-    def held(self) -> int:
-        """Return the bytes held between steps, the accountant's among them."""
-        return super().held() + self.accountant.held_bytes()
-
-
-@dataclass
-class DirectFirst(Running):
-    """One backward per sample, and one dot product with the validation gradient."""
-
-    def step(self, number: int) -> None:
-        """Train one step, and score it."""
-        batch, rows = self.task.draw(self.task.batch, number), self.task.validation()
-        direction = torch.autograd.grad(self.task.loss(self.model, rows), self.parameters)
-        found = []
-        for k in range(self.task.batch):
-            gradient = self.gradient_of(batch, k)
-            found.append(inner(gradient, direction))
-            for p, g in zip(self.parameters, gradient, strict=True):
-                p.grad = g if p.grad is None else p.grad.add_(g)
-        self.scores = torch.stack(found)
-        self.scores *= self.update()
-
-    def gradient_of(self, batch: Batch, k: int) -> tuple[Tensor, ...]:
-        """Return sample k's part of the batch gradient, alone."""
-        row = batch[0][k : k + 1], batch[1][k : k + 1]
-        return torch.autograd.grad(self.task.loss(self.model, row) / self.task.batch, self.parameters)
-
-
-@dataclass
-class DirectSecond(DirectFirst):
-    """The paper's naive way: for every sample its gradient, and the Hessian of the validation loss times it."""
-
-    def step(self, number: int) -> None:
-        """Train one step, and score it."""
-        batch, rows = self.task.draw(self.task.batch, number), self.task.validation()
-        self.task.loss(self.model, batch).backward()
-        total = [p.grad.clone() for p in self.parameters if p.grad is not None]
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernel has no double backward
-            direction = torch.autograd.grad(self.task.loss(self.model, rows), self.parameters, create_graph=True)
-        ones, twos = [], []
-        for k in range(self.task.batch):
-            gradient = self.gradient_of(batch, k)
-            along = inner(gradient, direction)
-            product = torch.autograd.grad(along, self.parameters, retain_graph=True)
-            ones.append(along.detach())
-            twos.append(inner(product, total))
-        del direction, along  # the graph must not hold on to weights that are about to change
-        factor = self.update()
-        self.scores = factor * torch.stack(ones) - 0.5 * factor**2 * torch.stack(twos)
+    @property
+    def scores(self) -> Tensor:
+        """Return the scores of the last step, ``[n]``."""
+        return self.scorer.last.contributions
 
 
 def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -213,44 +163,12 @@ def inner(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
     return torch.stack([(x * y).sum() for x, y in zip(a, b, strict=True)]).sum()
 
 
-@dataclass
-class ByHand(Running):
-    """A perceptron whose passes are written out, without autograd: order 0 trains, 1 and 2 score by the paper's ghost products."""
-
-    order: int = 0
-
-    def step(self, number: int) -> None:
-        """Train one step, and score it."""
-        task, act = self.task, ACTIVATIONS[self.task.activation or ""]
-        n, m = task.batch, task.validation_rows if self.order else 0
-        matrices = [p.detach() for p in self.parameters]
-        inputs, targets = task.draw(n, number)
-        weights = inputs.new_full((n + m,), 1 / n)
-        if m:
-            rows = task.validation()
-            inputs, targets = torch.cat([inputs, rows[0]]), torch.cat([targets, rows[1]])
-            weights[n:] = 1 / m
-        passes = run_passes(matrices, act, inputs, targets, weights)
-        samples, held_out = passes.rows(slice(0, n)), passes.rows(slice(n, None))
-        for p, g in zip(self.parameters, weight_gradients(samples), strict=True):
-            p.grad = g
-        one, two = self._products(matrices, samples, held_out)
-        factor = self.update()
-        self.scores = factor * one - 0.5 * factor**2 * two
-
-    def _products(self, matrices: list[Tensor], samples: Passes, held_out: Passes) -> tuple[Tensor, Tensor]:
-        """Return ⟨g_n, ∇ℓ⟩ and g_nᵀHG, ``[n]`` each, before the weights move; zeros beyond the order."""
-        nothing = samples.weights.new_zeros(len(samples.weights))
-        one = ghost_dot_products(samples, held_out) if self.order else nothing
-        act = ACTIVATIONS[self.task.activation or ""]
-        return one, ghost_hessian_products(matrices, act, samples, held_out) if self.order == 2 else nothing
-
-
 def by_autograd(task: Task, number: int) -> dict[str, Tensor]:
     """Return the scores of the first step of plain SGD by their definitions: both orders, and η⟨g_n, ∇ℓ(w − ½ηG)⟩ in the middle."""
-    at = DirectFirst(task)
+    at = Plain(task)
     batch, rows, lr = task.draw(task.batch, number), task.validation(), float(at.optimizer.param_groups[0]["lr"])
-    gradients = [at.gradient_of(batch, k) for k in range(task.batch)]
+    shares = task.losses(at.model, batch) / task.batch
+    gradients = [torch.autograd.grad(share, at.parameters, retain_graph=True) for share in shares.unbind()]
     total = [torch.stack(parts).sum(0) for parts in zip(*gradients, strict=True)]
     with sdpa_kernel(SDPBackend.MATH):
         direction = torch.autograd.grad(task.loss(at.model, rows), at.parameters, create_graph=True)
