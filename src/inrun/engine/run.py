@@ -94,8 +94,9 @@ class Run:
             rough = self._is_rough(outcome, step)
             if rough or step.audited:
                 outcome = refine(self.scorer, outcome, step.number, self.mover)
-        rows = step.row_numbers
-        self.ids[step.number] = (step.ids.numpy(), None if rows is None else rows.numpy())
+        if self.scorer.keeps_uses:
+            rows = step.row_numbers
+            self.ids[step.number] = (step.ids.numpy(), None if rows is None else rows.numpy())
         outcome.settled = self.scorer.commit()
         self._send(step, outcome)
 

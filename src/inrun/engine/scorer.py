@@ -83,6 +83,8 @@ class Scorer:
     refines = False
     #: Whether it needs the weights of before the step.
     keeps_weights = False
+    #: Whether uses stay open after their step.
+    keeps_uses = False
 
     def __init__(self, parameters: Parameters, validation: Validation) -> None:
         self.parameters, self.validation = parameters, validation
@@ -144,6 +146,7 @@ class RefiningScorer(Scorer):
 
     refines = True
     keeps_weights = True
+    keeps_uses = True
 
     def again(self, step: int, mover: Mover, points: Points) -> Accounts:
         """Score the same step at other points of its move."""
