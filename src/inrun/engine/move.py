@@ -96,8 +96,6 @@ class Mover:
     def __init__(self, parameters: Parameters, rules: Sequence[UpdateRule], keeps_weights: bool = True) -> None:
         self.parameters, self.rules, self.keeps_weights = parameters, list(rules), keeps_weights
         self.flat = FlatLayout(parameters.tensors(), parameters.dtype)
-        #: Where weights are rounded, points of a move that lie close to each other are no better than fewer.
-        self.low_precision = any(s.parameter.dtype.itemsize < 4 for s in parameters.scored)
         self._before: Tensor | None = None
         self._scratch: Tensor | None = None
         self._first: dict[int, bool] = {}
@@ -105,6 +103,11 @@ class Mover:
         self._uneven: set[int] = set()
         self._stepping: list[Scored] = []
         self.groups: list[GroupMove] = []
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether losses along a move differ by rounding, so that points that lie close to each other are no better than fewer."""
+        return any(dtype.itemsize < 4 for dtype in self.parameters.precisions())
 
     @property
     def scratch(self) -> Tensor:
