@@ -74,7 +74,7 @@ def train(order: str, precision: str, books: Any, dtype: torch.dtype, **options:
     return weights(model), scores
 
 
-@pytest.mark.parametrize("options", [{}, {"credit": "step", "method": "first", "update": "sgd"}], ids=["whole credit", "step game"])
+@pytest.mark.parametrize("options", [{}, {"method": "first"}], ids=["whole", "first"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_prepare_in_either_order_equals_a_plain_loop(order: str, precision: str, options: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ def fit(module: Any, scores: Any, folder: Path, checkpoint: Any = None, callback
 AUTOMATIC = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
 CASES: dict[str, tuple[type, str | None, dict[str, Any], dict[str, Any]]] = {
     "automatic": (Whole, "net", AUTOMATIC, {}),
-    "automatic, step game": (Whole, "net", AUTOMATIC, {"credit": "step", "method": "first"}),
+    "automatic, first": (Whole, "net", AUTOMATIC, {"method": "first"}),
     "automatic, the module itself": (Itself, None, AUTOMATIC, {}),
     "manual": (Manual, "net", {}, {}),
 }
@@ -195,7 +195,7 @@ def test_an_exception_leaves_the_books_whole(tmp_path: Path) -> None:
 def test_only_closures_that_run_once_are_taken(make: Any) -> None:
     model = net()
     optimizer = make(model.parameters())
-    accountant = inrun.Accountant(model, optimizer, validation, update="sgd")
+    accountant = inrun.Accountant(model, optimizer, validation, method="first")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -203,13 +203,11 @@ def test_only_closures_that_run_once_are_taken(make: Any) -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(StepError, match="single_closure=True"), accountant.step(range(12)):
-        optimizer.step(closure)
     if isinstance(optimizer, torch.optim.LBFGS):
-        with pytest.raises(StepError, match="several times"), accountant.step(range(12), single_closure=True):
+        with pytest.raises(StepError, match="ran its closure twice"), accountant.step(range(12)):
             optimizer.step(closure)
     else:
-        with accountant.step(range(12), single_closure=True):
+        with accountant.step(range(12)):
             assert float(optimizer.step(closure)) > 0
         assert accountant.last.contributions["validation"].abs().sum() > 0
     accountant.close()

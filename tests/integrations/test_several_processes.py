@@ -23,8 +23,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 pytest.importorskip("lightning.pytorch")
 
-from engine.distributed.job import launch
-
+from engine.distributed.ranks_job import launch
 from inrun.integrations.saved import is_whole
 from inrun.ledger import MemoryLedger
 from integrations import test_lightning, trainer_jobs
@@ -111,7 +110,7 @@ def test_trainer_with_a_ragged_end_and_books_of_both(folder: Path) -> None:
     for step, sample in zip(uses["step"], uses["sample_id"], strict=True):
         ids[step].append(sample)
     assert [len(x) for x in ids] == [8, 4, 8, 4]  # one of eleven rows fills up each epoch
-    model, books = llama(), MemoryLedger({"credit": "whole"})
+    model, books = llama(), MemoryLedger()
 
     def loss(model: Any, mine: list[int], of_step: list[list[int]]) -> Tensor:
         return summed(model, mine) / sum(map(tokens, of_step))
@@ -140,7 +139,7 @@ def test_trainer_averages_tokens_as_it_says(name: str, folder: Path) -> None:
         return summed(model, mine) / total
 
     rates = [LR * (1 - t / 3) for t in range(3)]
-    options = {"clip": 0.3, "credit": "step", "method": "first" if name == "sharded" else "midpoint"}
+    options = {"clip": 0.3, "method": "first" if name == "sharded" else "step"}
     model = llama()
     expected = of_books(plain_loop(model, adamw(model), steps, loss, validation_of(HELD), rates, **options))
     close(of_ranks(parts), expected)
@@ -303,7 +302,7 @@ def test_accelerate_in_either_order(name: str, folder: Path) -> None:
 
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    scoring = {} if name in ("before", "fsdp2, whole") else {"credit": "step", "method": "first"}
+    scoring = {} if name in ("before", "fsdp2, whole") else {"method": "first"}
     expected = of_books(plain_loop(model, optimizer, steps, loss, validation_of(HELD), [LR, LR], clip=0.3, **scoring))
     close(of_ranks(parts), expected)
     same_weights(parts, weights(model))
@@ -346,7 +345,7 @@ def test_lightning_with_ddp(name: str, folder: Path) -> None:
 
     model = test_lightning.net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=test_lightning.LR)
-    scoring = {"credit": "step", "method": "first"} if "itself" in name else {}
+    scoring = {"method": "first"} if "itself" in name else {}
     rates = [test_lightning.LR] * count
     expected = of_books(plain_loop(model, optimizer, steps, loss, test_lightning.validation, rates, clip=0.5, **scoring))
     close(of_ranks(parts), expected, 1e-9)

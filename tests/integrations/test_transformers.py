@@ -107,11 +107,11 @@ def reference(ids: list[list[int]], size: int, base: int = 0, dtype: Any = torch
 CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
     "plain": (None, 0, {}, {}),
     "accumulated": (None, 0, {"gradient_accumulation_steps": 2}, {}),
-    "accumulated, step game": (None, 0, {"gradient_accumulation_steps": 2}, {"credit": "step", "method": "midpoint"}),
+    "accumulated, step": (None, 0, {"gradient_accumulation_steps": 2}, {"method": "step"}),
     "columns kept": (None, 0, {"remove_unused_columns": False}, {}),
     "torch dataset, a worker": (Items, 0, {"dataloader_num_workers": 1}, {}),
     "stream with ids": (Stream, 100, {}, {}),
-    "bf16": (None, 0, {"bf16": True}, {"credit": "step", "method": "first", "update": "sgd"}),
+    "bf16": (None, 0, {"bf16": True}, {"method": "first"}),
     "checkpointing": (None, 0, {"gradient_checkpointing": True}, {}),
 }
 
@@ -158,10 +158,10 @@ def test_rows_as_validation_logs_and_scores_on_the_dataset(tmp_path: Path) -> No
     assert scores.scored(arrow())["times_used"] == [0] * 12  # no column doc: ids are positions, and none of them was used
 
 
-STEP_GAME = pytest.param({"credit": "step"}, marks=pytest.mark.slow)
+METHODS = [{}, *(pytest.param({"method": name}, marks=pytest.mark.slow) for name in ("step", "first", "second"))]
 
 
-@pytest.mark.parametrize("options", [{}, STEP_GAME], ids=["whole credit", "step game"])
+@pytest.mark.parametrize("options", METHODS, ids=["whole", "step", "first", "second"])
 def test_resumed_equals_unbroken(options: dict[str, Any], tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5, "gradient_accumulation_steps": 2}
 
@@ -174,7 +174,8 @@ def test_resumed_equals_unbroken(options: dict[str, Any], tmp_path: Path) -> Non
 
     unbroken, final = run(None)
     files = {f.name for f in (tmp_path / "run" / "checkpoint-2").iterdir() if f.name.startswith("inrun")}
-    assert files == ({"inrun-0.json", "inrun-0.safetensors"} if not options else {"inrun-0.json"})
+    keeps = options.get("method") not in ("first", "second")
+    assert files == {"inrun-0.json", *(["inrun-0.safetensors"] if keeps else [])}
     shutil.rmtree(tmp_path / "run" / "checkpoint-5")
     again, resumed = run(True if options else str(tmp_path / "run" / "checkpoint-2"))  # the newest is checkpoint-4
     assert again.equals(unbroken)

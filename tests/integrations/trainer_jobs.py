@@ -115,7 +115,7 @@ def step_game(across: bool, **more: Any) -> Callable[[int, int], dict[str, Any]]
         model, books = llama(), Recorder()
         options = {"max_steps": 3, "gradient_accumulation_steps": 2, "average_tokens_across_devices": across, **more}
         trainer = trainer_of(shared("step"), model, 12, world, **options)
-        attach(trainer, validation_of(HELD), ledger=books, credit="step", method="midpoint")
+        attach(trainer, validation_of(HELD), ledger=books, method="step")
         trainer.train()
         found = {"weights": weights(model), "steps": steps_of(books)}
         if world > 1 and across and not more:
@@ -163,7 +163,7 @@ def sharded_trainer(rank: int, world: int) -> dict[str, Any]:
 
     trainer = sharding_trainer(shared("sharded"), world, max_steps=3, gradient_accumulation_steps=2)
     books = Recorder()
-    attach(trainer, held_out(), ledger=books, credit="step", method="first")
+    attach(trainer, held_out(), ledger=books, method="first")
     trainer.train()
     kinds = sorted({type(p).__name__ for p in trainer.model_wrapped.parameters()})
     return {"weights": whole_weights(trainer.model_wrapped), "steps": steps_of(books), "kinds": kinds}
@@ -460,12 +460,12 @@ JOBS: dict[str, dict[str, Callable[[int, int], Any]]] = {
         "sharded": sharded_trainer,
         "sharded resumed": sharded_resumed,
         "accelerate before": accelerated("before"),
-        "accelerate after": accelerated("after", credit="step", method="first"),
-        "accelerate fsdp2": accelerated("after", sharded=True, credit="step", method="first"),
+        "accelerate after": accelerated("after", method="first"),
+        "accelerate fsdp2": accelerated("after", sharded=True, method="first"),
         "accelerate fsdp2, whole": accelerated("after", sharded=True),
         "accelerate resumed": accelerated_resumed,
         "lightning": lightning_case("Whole", "net"),
-        "lightning, the module itself": lightning_case("Itself", None, credit="step", method="first"),
+        "lightning, the module itself": lightning_case("Itself", None, method="first"),
         "lightning, by hand": lightning_case("Manual", "net"),
         "lightning resumed": lightning_resumed,
         "errors": named_errors,

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from inrun.engine import Accountant
 from inrun.integrations.data import ID_FIELD
 from inrun.integrations.saved import load_states, save_state
-from inrun.integrations.scoring import Scoring, world_group
+from inrun.integrations.scoring import Scoring
 from inrun.integrations.strategies import check_accelerator, check_placement, check_prepared
-from inrun.engine import Accountant
 
 
 def attach(
@@ -67,9 +67,8 @@ class AcceleratedScores:
         self._accelerator, self._scoring = accelerator, Scoring(options)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         saved = None if resume_from is None else functools.partial(load_states, Path(resume_from))
-        group = world_group()
-        # Before prepare the model is not yet that of several processes.
-        self._scoring.begin(model, optimizers, validation, saved, **({} if group is None else {"process_group": group}))
+        # Before prepare the model is not wrapped yet.
+        self._scoring.begin(model, optimizers, validation, saved, inside=True)
         self._hook = accelerator.register_save_state_pre_hook(self._save)
 
     @contextlib.contextmanager
@@ -85,7 +84,7 @@ class AcceleratedScores:
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         """Write the accountant's state beside what ``accelerator.save_state`` writes."""
-        save_state(Path(folder), self._scoring.state(), self._scoring.processes.rank)
+        save_state(Path(folder), self._scoring.state(), self._scoring.processes)
 
     @property
     def accountant(self) -> Accountant:

@@ -22,22 +22,22 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import nn
 
+from inrun.engine import Accountant
+from inrun.engine.processes import Processes
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, ids_of
 from inrun.integrations.saved import pack_state, unpack_state
-from inrun.integrations.scoring import Scoring, Undo, world_group
+from inrun.integrations.scoring import Scoring, State, Undo
 from inrun.integrations.strategies import check_lightning
-from inrun.engine import Accountant
-from inrun.engine.processes import Processes
 
 #: Where a checkpoint has the states of several processes.
 RANKS = "ranks"
 
 
-def _own_states(saved: dict[str, Any], processes: Processes) -> list[dict[str, Any]]:
+def _own_states(saved: dict[str, Any], processes: Processes) -> State:
     """Return what a process goes on from: its own state, or those of all where their number was another."""
-    states = saved.get(RANKS, [saved])
-    return [states[processes.rank]] if len(states) == processes.world else list(states)
+    states: list[dict[str, Any]] = saved.get(RANKS, [saved])
+    return states[processes.rank] if len(states) == processes.world else states
 
 
 class Scores(Callback):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class Scores(Callback):  # type: ignore[misc]
             (its ``training_step`` then calls ``self(x)``).
         ids: Where a batch has the ids of its samples: a key of a dictionary, a place in a tuple (-1: the last, as
             :func:`inrun.with_ids` gives them), or a function of the batch.
-        options: What :class:`inrun.Accountant` takes: ``ledger``, ``credit``, ``method``...
+        options: What :class:`inrun.Accountant` takes: ``ledger``, ``method``, ``sketch``...
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Scores(Callback):  # type: ignore[misc]
     ) -> None:
         """Hold the options; the accountant is made when training starts."""
         self._validation, self._model, self._ids = validation, model, ids
-        self._scoring, self._undo = Scoring(options, single_closure=True), Undo()
+        self._scoring, self._undo = Scoring(options), Undo()
         self._saved: dict[str, Any] | None = None
         self._batch_ids: Any = None
         self._open: Any = None
@@ -81,7 +81,6 @@ class Scores(Callback):  # type: ignore[misc]
         """Make the accountant."""
         check_lightning(trainer.strategy)
         state, self._saved = self._saved, None
-        group = world_group()
         self._undo.all()
         if self._model is None and isinstance(trainer.strategy.model, nn.parallel.DistributedDataParallel):
             self._undo.set(trainer.strategy, "_forward_redirection", _StandIn(trainer.strategy._forward_redirection))
@@ -90,7 +89,7 @@ class Scores(Callback):  # type: ignore[misc]
             trainer.optimizers,
             self._validation,
             None if state is None else functools.partial(_own_states, state),
-            **({} if group is None else {"process_group": group}),  # DDP is around the LightningModule, not around what is scored
+            inside=True,  # DDP is around the LightningModule, not around what is scored
         )
 
     def _scored_module(self, pl_module: Any) -> nn.Module:
@@ -139,7 +138,7 @@ class Scores(Callback):  # type: ignore[misc]
         state, processes = self._scoring.state(), self._scoring.processes
         if not processes.several:
             return state
-        return {RANKS: [unpack_state(each) for each in found]} if (found := processes.first_gets(pack_state(state))) else {}
+        return {RANKS: [unpack_state(each) for each in found]} if (found := processes.gather_bytes(pack_state(state))) else {}
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Settle what is open."""

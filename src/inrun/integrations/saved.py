@@ -10,12 +10,13 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from inrun.errors import TrainingError
-from inrun.files import Files, write_durably
 from inrun.engine.processes import Processes
 from inrun.engine.saved import join_state, split_state
+from inrun.errors import TrainingError
+from inrun.files import Files, write_durably
+from inrun.integrations.scoring import State
 
-VERSION = 1
+VERSION = 2
 
 
 def names(rank: int) -> tuple[str, str]:
@@ -45,15 +46,15 @@ def is_whole(folder: Path) -> bool:
     """Whether a checkpoint holds the states of all processes that saved."""
     try:
         saved = json.loads((folder / names(0)[0]).read_text("utf-8"))
-        world = int(saved["state"].get("processes", {}).get("world", 1))
+        world = int(saved["world"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all(has_state(folder, rank) for rank in range(world))
 
 
-def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
+def save_state(folder: Path, state: dict[str, Any], processes: Processes) -> None:
     """Write an accountant's ``state_dict()`` into a checkpoint; whole or not at all."""
-    plain_name, tensors_name = names(rank)
+    plain_name, tensors_name = names(processes.rank)
     folder.mkdir(parents=True, exist_ok=True)  # of several processes, one may be here before the one that makes it
     plain, tensors = split_state(state)
     digest = None
@@ -61,29 +62,25 @@ def save_state(folder: Path, state: dict[str, Any], rank: int = 0) -> None:
         packed = save(tensors)
         digest = hashlib.sha256(packed).hexdigest()
         write_durably(Files(), folder / tensors_name, packed)
-    text = json.dumps({"version": VERSION, "tensors": digest, "state": plain}, allow_nan=True)
+    text = json.dumps({"version": VERSION, "world": processes.world, "tensors": digest, "state": plain}, allow_nan=True)
     write_durably(Files(), folder / plain_name, text.encode())
 
 
-def load_states(folder: Path, processes: Processes) -> list[dict[str, Any]]:
+def load_states(folder: Path, processes: Processes) -> State:
     """Read what this process goes on from: its own state, or those of all that saved, where their number was another.
 
     What is absent or damaged for one process is raised on all of them.
     """
-    found: list[dict[str, Any]] = []
-    with processes.together("reading the state of inrun", 0):
+    with processes.barrier("reading the state of inrun", 0):
         rank = processes.rank
-        found.append(load_state(folder, rank if has_state(folder, rank) else 0))
-        world = int(found[0].get("processes", {}).get("world", 1))
+        world, first = _load(folder, rank if has_state(folder, rank) else 0)
         if world != processes.world:
-            found = [load_state(folder, r) for r in range(world)]
-        elif not has_state(folder, rank):
-            load_state(folder, rank)
-    return found
+            return [_load(folder, r)[1] for r in range(world)]
+        return first if has_state(folder, rank) else _load(folder, rank)[1]
 
 
-def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote; TrainingError if it is absent or damaged, with what to do."""
+def _load(folder: Path, rank: int) -> tuple[int, dict[str, Any]]:
+    """Return of how many processes a state is, and the state; TrainingError if it is absent or damaged, with what to do."""
     plain_name, tensors_name = names(rank)
     if not has_state(folder, rank):
         raise TrainingError(
@@ -94,12 +91,13 @@ def load_state(folder: Path, rank: int = 0) -> dict[str, Any]:
         saved = json.loads((folder / plain_name).read_text("utf-8"))
         if saved["version"] != VERSION:
             raise TrainingError(f"{folder / plain_name} has version {saved['version']!r}; this inrun reads {VERSION}")
-        if saved["tensors"] is None:
-            return join_state(saved["state"], None)
-        packed = (folder / tensors_name).read_bytes()
-        if hashlib.sha256(packed).hexdigest() != saved["tensors"]:
-            raise TrainingError(f"{folder / tensors_name} is damaged: its digest is not the one it was saved with")
-        return join_state(saved["state"], load(packed))
+        tensors = None
+        if saved["tensors"] is not None:
+            packed = (folder / tensors_name).read_bytes()
+            if hashlib.sha256(packed).hexdigest() != saved["tensors"]:
+                raise TrainingError(f"{folder / tensors_name} is damaged: its digest is not the one it was saved with")
+            tensors = load(packed)
+        return int(saved["world"]), join_state(saved["state"], tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise TrainingError(f"the state of inrun in {folder} is damaged ({type(error).__name__}: {error})") from error
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,15 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from inrun.engine import Accountant
+from inrun.engine.options import Options
+from inrun.engine.processes import Processes, find_processes
+from inrun.engine.step import Step
 from inrun.errors import ConfigurationError, StepError
 from inrun.integrations.data import add_scores
 from inrun.ledger import Ledger, MemoryLedger
-from inrun.engine import Accountant
-from inrun.engine.processes import find_processes
-from inrun.engine.processes import Processes
-from inrun.engine.step import Step
 
 log = logging.getLogger("inrun")
+#: What a run goes on from: the state of this process, or those of all processes that saved, where their number was another.
+State = dict[str, Any] | list[dict[str, Any]]
 
 
 def world_group() -> Any:
@@ -33,7 +37,17 @@ def job(model: nn.Module) -> Processes:
     group = world_group()
     if group is None:
         return Processes()
-    return find_processes(None, group, next((p.device for p in model.parameters()), torch.device("cpu")))
+    return find_processes(group, next((p.device for p in model.parameters()), torch.device("cpu")))
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise at once for options that the accountant does not take: it is made only when training begins."""
+    accepted = [n for n in inspect.signature(Accountant).parameters if n not in ("model", "optimizer", "validation")]
+    unknown = [name for name in options if name not in accepted]
+    if unknown:
+        raise ConfigurationError(
+            f"{', '.join(f'{name}=' for name in unknown)} is no option of inrun.Accountant. Accepted are {', '.join(accepted)}."
+        )
 
 
 class Scoring:
@@ -41,12 +55,12 @@ class Scoring:
 
     Args (of the constructor):
         options: What :class:`inrun.Accountant` takes beside model, optimizer and validation.
-        single_closure: The trainer's optimizers get a closure that is run once (Lightning).
     """
 
-    def __init__(self, options: dict[str, Any], single_closure: bool = False) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         """Hold the options; :meth:`begin` makes the accountant."""
-        self._options, self._single_closure = options, single_closure
+        check_options(options)
+        self._options = options
         self._accountant: Accountant | None = None
         self._resumed: Ledger | None = None
         self._step: Step | None = None
@@ -71,8 +85,8 @@ class Scoring:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         validation: Any,
-        saved: Callable[[Processes], list[dict[str, Any]]] | None = None,
-        **more: Any,
+        saved: Callable[[Processes], State] | None = None,
+        inside: bool = False,
     ) -> None:
         """Make the accountant, and put it where a saved state stands.
 
@@ -80,27 +94,30 @@ class Scoring:
             model: What is called, or the module inside.
             optimizers: Those that move it.
             validation: As for :class:`inrun.Accountant`.
-            saved: Reads what the run goes on from: the state of this process, or those of all that saved.
-            more: Options that the user's take the place of.
+            saved: Reads what the run goes on from.
+            inside: The model is the module inside a wrapper, or will be, so that it cannot tell the processes that train it.
         """
         if self._accountant is not None:
             self.close(settle=False)  # of a run that failed, or ended
         self.processes = job(model)
-        states = None if saved is None else saved(self.processes)
-        options = {**more, **self._options}
+        state = None if saved is None else saved(self.processes)
+        options = dict(self._options)
         ledger = options.pop("ledger", None)
-        self._warn_of_memory(ledger, states is not None)
-        if states is not None:
-            ledger = self._resume(ledger, states[0])
+        if inside and self.processes.several:
+            expert = options.get("options") or Options()
+            options["options"] = dataclasses.replace(expert, process_group=expert.process_group or world_group())
+        self._warn_of_memory(ledger, state is not None)
+        if state is not None:
+            ledger = self._resume(ledger, state if isinstance(state, dict) else state[0])
         try:
             accountant = Accountant(model, list(optimizers), validation, ledger=ledger, **options)
         except BaseException:
             self._close_resumed()
             raise
         self._accountant, self._closed = accountant, False
-        if states is not None:
+        if state is not None:
             try:
-                accountant.load_state_dict(states)
+                accountant.load_state_dict(state)
             except BaseException:
                 self.close(settle=False)
                 raise
@@ -137,7 +154,7 @@ class Scoring:
     def open(self) -> Step:
         """Return the step that is open; a new one if there is none."""
         if self._step is None:
-            step = self.accountant.step(single_closure=self._single_closure)
+            step = self.accountant.step()
             step.__enter__()
             self._step = step
         return self._step
@@ -234,7 +251,7 @@ class Scoring:
             if not settle:
                 self._accountant.close(settle=False)
             else:
-                with self.processes.together("closing the books", self._accountant.steps_done):
+                with self.processes.barrier("closing the books", self._accountant.steps_done):
                     self._accountant.close()
                     self._close_resumed()
         self._close_resumed()

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from inrun.engine import Accountant
 from inrun.engine.folds import Folds
 from inrun.errors import ConfigurationError, IdsError
 from inrun.integrations.data import ID_FIELD, KeepIds, ids_of, is_stream, with_id_column
 from inrun.integrations.saved import load_states, save_state
 from inrun.integrations.scoring import Scoring, Undo
 from inrun.integrations.strategies import check_accelerator, check_placement
-from inrun.engine import Accountant
 
 #: Said where ids do not arrive.
 KEEPS = (
@@ -55,7 +55,7 @@ def attach(trainer: Any, validation: Any, *, id_column: str = ID_FIELD, **option
             may give rows as the trainer's eval dataset has them (a dataset, a list of items); their loss is
             ``trainer.compute_loss``, the mean over rows. All rows are used at every step: give few.
         id_column: The column of the training dataset that has sample ids (integers); without it ids are positions in the dataset.
-        options: What :class:`inrun.Accountant` takes: ``ledger``, ``credit``, ``method``, ``audit_every``...
+        options: What :class:`inrun.Accountant` takes: ``ledger``, ``method``, ``sketch``, ``audit_every``...
 
     Returns:
         The scores: ``.scores()`` (also while training), ``.scored(dataset)`` (a dataset with its scores), ``.accountant``.
@@ -180,7 +180,7 @@ class TrainerScores:
     def save(self, folder: Path) -> None:
         """Write the accountant's state into a checkpoint of the trainer."""
         if self._scoring.begun and not self.trainer.args.save_only_model:
-            save_state(folder, self._scoring.state(), self._scoring.processes.rank)
+            save_state(folder, self._scoring.state(), self._scoring.processes)
 
     # Validation
 
