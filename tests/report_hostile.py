@@ -18,7 +18,7 @@ def hostile_run(path: Path, steps: int = 12) -> Path:
     """Write it: payloads as texts, ids, domains, owners, sources, set names, model, method, reasons and run facts."""
     rng = np.random.default_rng(0)
     n = len(PAYLOADS)
-    about: dict[str, Any] = {"method": PAYLOADS[0], "update": PAYLOADS[1], "model": "<img src=x onerror=window.__pwned=1>"}
+    about: dict[str, Any] = {"method": PAYLOADS[0], "model": "<img src=x onerror=window.__pwned=1>"}
     about |= {p[:40] or "empty": p for p in PAYLOADS[:12]} | {"coverage": {"</dd><script>": PAYLOADS[3]}, "list": PAYLOADS[:5]}
     with Ledger(path, about=about) as ledger:
         ids = [f"{p} #{i}" for i, p in enumerate(PAYLOADS)]
@@ -32,7 +32,7 @@ def hostile_run(path: Path, steps: int = 12) -> Path:
         for step in range(steps):
             values = {x: (rng.standard_normal(len(rows)) / 100).astype(np.float32) for x in labels}
             row = {"loss_before": 2.0 - step / 20, "loss_after": 1.95 - step / 20, "data": 0.01, "spread": 0.5, "momentum": 0.03}
-            row |= {"decay": 0.005, "optimizer": 0.035, "residual": 0.005, "lr": 0.1, "skipped": None}
+            row |= {"decay": 0.005, "residual": 0.005, "lr": 0.1, "skipped": None}
             ledger.write(StepRecord(step, np.arange(len(rows)), values, [{**row, "step": step, "validation": x} for x in labels]))
         skipped = {"step": steps, "validation": labels[0], "skipped": "</li><script>window.__pwned=1</script>"}
         ledger.write(StepRecord(steps, np.arange(2), {}, [skipped]))

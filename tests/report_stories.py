@@ -86,7 +86,7 @@ def tell_story(path: Path, steps: int = 400, batch: int = 16, samples: int = 120
         for copy in (c for c in copies if c < samples):
             texts[copy], kind[copy] = texts[original].upper() if copy % 2 else texts[original], kind[original]
     quality = rng.normal(0, 0.5, samples)
-    about = {"method": "midpoint", "update": "secant", "model": "GPT", "optimizers": ["AdamW"], "parameters": 3_242_496}
+    about = {"method": "step", "model": "GPT", "optimizers": ["AdamW"], "parameters": 3_242_496}
     loss = {"docs": 5.55, "code": 5.61}
     memory = dict.fromkeys(loss, 0.0)
     with Ledger(path, about=about) as ledger:
@@ -133,7 +133,7 @@ def tell_story(path: Path, steps: int = 400, batch: int = 16, samples: int = 120
                     row = {"step": step, "validation": label, "loss_before": before, "loss_after": None, "data": data, "lr": lr}
                     row |= {"spread": float(np.abs(push).sum()), "n_samples": batch, "clip": 1.0}
                     if audited:
-                        row |= {"loss_after": loss[name], "optimizer": parts["momentum"] + parts["decay"], **parts}
+                        row |= {"loss_after": loss[name], **parts}
                     accounts.append(row)
             ledger.write(StepRecord(step, ids, columns, accounts))
     return path

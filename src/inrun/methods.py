@@ -14,5 +14,5 @@ METHODS: Mapping[str, str] = MappingProxyType(
         "second": "second order: Theorem 2 of the paper, with its SGD proxy",
     }
 )
-#: Methods that share the optimizer's real move, so that their accounts explain the fall of the validation loss.
-REAL = ("whole", "step")
+#: Methods of the paper, which take every step for one of plain SGD.
+PROXY = ("first", "second")

@@ -37,7 +37,7 @@ ORDER = [9, 100, 7, -(2**63), 0, -2, 5, 2**62]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("c") / "run"
-    with Ledger(path, about={"method": "midpoint", "update": "secant", "model": "<script>"}) as ledger:
+    with Ledger(path, about={"method": "step", "model": "<script>"}) as ledger:
         meta = [{"sample_id": i, "domain": DOMAINS[i], "owner": OWNERS[i], "text": f"{HOSTILE} {i}"} for i in ORDER]
         ledger.register_samples(meta[:3])
         ledger.register_samples(meta[3:])
@@ -152,7 +152,7 @@ def test_the_same_bytes_again(run, tmp_path, view, fmt) -> None:
 def test_the_card_says_how(run, tmp_path) -> None:
     curate(run, tmp_path / "out", validation="a")
     card = (tmp_path / "out" / "README.md").read_text()
-    for words in ("midpoint", "secant", "2 standard errors", "judged by 'a'", "positive = the sample", "Steps covered: 0 to 3"):
+    for words in ("method step", "2 standard errors", "judged by 'a'", "positive = the sample", "Steps covered: 0 to 3"):
         assert words in card
     assert "2 samples were never used" in card
     assert "1 samples were used and have no metadata" in card

@@ -55,7 +55,7 @@ def records(steps=30, batch=6, samples=25, labels=LABELS, seed=0):
 
 
 def write(path, given, flush_every=250, samples=None):
-    with Ledger(path, flush_every=flush_every, about={"method": "first", "update": "frozen"}) as ledger:
+    with Ledger(path, flush_every=flush_every, about={"method": "first"}) as ledger:
         for record in given:
             ledger.write(record)
         if samples is not None:

@@ -20,16 +20,14 @@ from inrun.report.gather import gather
 def test_summary_adds_up_and_leaves_gaps_open() -> None:
     row = dict.fromkeys(ACCOUNTS.names)
     rows = [
-        row | {"step": 0, "validation": "a", "loss_before": 3.0, "loss_after": 2.5, "data": 0.2, "spread": 0.4, "optimizer": 0.25,
+        row | {"step": 0, "validation": "a", "loss_before": 3.0, "loss_after": 2.5, "data": 0.2, "spread": 0.4,
                "momentum": 0.2, "decay": 0.05, "residual": 0.05},
         row | {"step": 1, "validation": "a", "loss_before": 2.5, "data": 0.3, "spread": 0.3},
         row | {"step": 2, "validation": "a", "skipped": "gradient is not finite"},
-        row | {"step": 0, "validation": "b#0", "loss_before": 1.0, "loss_after": 0.9, "data": 0.1, "spread": 0.1, "residual": 0.0,
-               "optimizer": 0.0},
-        row | {"step": 0, "validation": "b#1", "loss_before": 2.0, "loss_after": 1.7, "data": 0.3, "spread": 0.3, "residual": 0.0,
-               "optimizer": 0.0},
+        row | {"step": 0, "validation": "b#0", "loss_before": 1.0, "loss_after": 0.9, "data": 0.1, "spread": 0.1, "residual": 0.0},
+        row | {"step": 0, "validation": "b#1", "loss_before": 2.0, "loss_after": 1.7, "data": 0.3, "spread": 0.3, "residual": 0.0},
     ]  # fmt: skip
-    a, b = summarise(pa.Table.from_pylist(rows, schema=ACCOUNTS), "first", "frozen").sets
+    a, b = summarise(pa.Table.from_pylist(rows, schema=ACCOUNTS), "step").sets
     assert (a.steps, a.audited, a.skipped) == (3, 1, 1)
     assert (a.fall, a.data, a.momentum, a.decay, a.residual) == pytest.approx((0.5, 0.2, 0.2, 0.05, 0.05))
     assert a.relative_residual == pytest.approx(0.125)
@@ -44,7 +42,7 @@ def account(label: str, step: int = 0, **figures: float) -> dict:
 
 def books(path) -> Ledger:
     """Two steps of a set, of a set in three folds, and of one with two points whose residuals cancel."""
-    with Ledger(path, about={"method": "first", "update": "sgd"}) as ledger:
+    with Ledger(path, about={"method": "first"}) as ledger:
         for step in range(2):
             values = {"plain": [1, -1], "f#0": [1, 2], "f#1": [3, 2], "f#2": [2, 2], "p[0]": [4, 0], "p[1]": [0, 1]}
             figures = {
@@ -56,10 +54,7 @@ def books(path) -> Ledger:
                 "p[0]": {"data": 4.0, "spread": 4.0, "residual": 1.0},
                 "p[1]": {"data": 1.0, "spread": 1.0, "residual": -1.0},
             }
-            rows = [
-                account(label, step, loss_before=9.0, loss_after=8.0, optimizer=0.0, momentum=0.0, decay=0.0, **more)
-                for label, more in figures.items()
-            ]
+            rows = [account(label, step, loss_before=9.0, loss_after=8.0, **more) for label, more in figures.items()]
             contributions = {label: np.float32(v) for label, v in values.items()}
             ledger.write(StepRecord(step, np.array([10, 11]), contributions, rows))
     return Ledger.open(path)
@@ -69,7 +64,7 @@ def test_points_are_sets_and_folds_are_parts_of_one_in_audit_scores_and_report(t
     reader = books(tmp_path / "run")
     names = ["f", "p[0]", "p[1]", "plain"]
     scores = reader.scores()
-    audited = {s.validation: s for s in summarise(reader.accounts(), "first", "sgd").sets}
+    audited = {s.validation: s for s in summarise(reader.accounts(), "first").sets}
     page = gather(reader, by=None, top=3, text=True)
     assert scores["validation"].unique().to_pylist() == sorted(audited) == list(page.sets) == names
     assert list(queries.info(reader).validation.items()) == [("f", 3), ("p[0]", 1), ("p[1]", 1), ("plain", 1)]
@@ -83,7 +78,7 @@ def test_points_are_sets_and_folds_are_parts_of_one_in_audit_scores_and_report(t
     for name, part in audited.items():
         assert part.data == pytest.approx(sum(r["score"] for r in scores.to_pylist() if r["validation"] == name))
     assert audited["f"].data_error == pytest.approx(2 / 3**0.5) and audited["p[0]"].data_error is None
-    assert "± 1.2 over the folds" in str(summarise(reader.accounts(), "first", "sgd"))
+    assert "± 1.2 over the folds" in str(summarise(reader.accounts(), "first"))
     told = json.loads(CliRunner().invoke(cli, ["audit", str(tmp_path / "run"), "--json"]).output)
     assert sorted(s["validation"] for s in told["validation_sets"]) == names
 
@@ -94,7 +89,7 @@ def test_a_step_skipped_before_its_points_were_known_counts_for_each(tmp_path) -
         skipped = account("p", 0) | {"skipped": "gradient is not finite and the optimizer did not step"}
         ledger.write(StepRecord(0, np.arange(1), {}, [skipped]))
         ledger.write(StepRecord(1, np.arange(1), values, [account("p[0]", 1, data=1.0), account("p[1]", 1, data=2.0)]))
-    found = summarise(Ledger.open(tmp_path / "run").accounts(), "", "").sets
+    found = summarise(Ledger.open(tmp_path / "run").accounts(), "").sets
     assert [(s.validation, s.steps, s.skipped) for s in found] == [("p[0]", 2, 1), ("p[1]", 2, 1)]
     page = gather(tmp_path / "run", by=None, top=1, text=True)
     assert [(a.name, a.steps, a.skipped) for a in page.accounts] == [("p[0]", 2, 1), ("p[1]", 2, 1)]
@@ -107,12 +102,12 @@ def test_a_set_of_one_fold_has_the_name_of_the_set(tmp_path) -> None:
     for view in ("plain", "rank"):
         table = queries.scores(tmp_path / "run", view=view)
         assert table["validation"].to_pylist() == ["f", "f", "g", "g"] and table["standard_error"].null_count == 4
-    assert [s.validation for s in summarise(Ledger.open(tmp_path / "run").accounts(), "", "").sets] == ["f", "g"]
+    assert [s.validation for s in summarise(Ledger.open(tmp_path / "run").accounts(), "").sets] == ["f", "g"]
 
 
 def test_a_page_for_thousands_of_points_stays_short() -> None:
     rows = pa.Table.from_pylist([account(f"p[{j}]") for j in range(1000)], schema=ACCOUNTS)
-    summary = summarise(rows, "first", "sgd")
+    summary = summarise(rows, "first")
     assert len(summary.as_dict()["validation_sets"]) == 1000
     assert f"and {1000 - MOST_PAGES} more validation sets" in str(summary)
 

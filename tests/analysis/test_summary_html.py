@@ -18,7 +18,7 @@ def test_hostile_run_stays_text_and_says_what_the_page_says(tmp_path: Path) -> N
     assert SETS[0] in text and SETS[1] in text
     for s in summary.sets:
         assert s.verdict in text and all(line in text for line in s.advice)
-        assert all(name in text and what in text for name, _, what in accounts_of(s, False))
+        assert all(name in text and what in text for name, _, what in accounts_of(s, summary.method))
 
 
 def test_control_the_page_of_text_would_not_do(tmp_path: Path) -> None:
@@ -27,4 +27,4 @@ def test_control_the_page_of_text_would_not_do(tmp_path: Path) -> None:
 
 
 def test_nothing_yet() -> None:
-    assert plain_text(Summary("first", "sgd", [])._repr_html_()) == "no steps yet"
+    assert plain_text(Summary("first", [])._repr_html_()) == "no steps yet"

@@ -14,6 +14,7 @@ from inrun.analysis.outliers import samples_in_table
 from inrun.analysis.steps import LEAST_STEPS
 from inrun.analysis.summary import SetSummary
 from inrun.analysis.verdict import percent
+from inrun.engine.options import audit_due
 from inrun.ledger import Ledger, MemoryLedger, StepRecord
 from inrun.ledger.schema import ACCOUNTS
 
@@ -37,23 +38,19 @@ def books(spread, audited=(), relative=0.0005, lr=None, clip=None, **more) -> pa
             parts = {"momentum": 4.5 * spread[t], "decay": -0.1 * spread[t], "residual": relative * spread[t]} | {
                 key: value * spread[t] for key, value in more.items()
             }
-            known = {"optimizer": (parts.get("momentum") or 0.0) + parts["decay"], **parts}
-            row |= known | {"loss_after": 3.0 - row["data"] - known["optimizer"] - known["residual"]}
+            row |= parts | {"loss_after": 3.0 - row["data"] - (parts.get("momentum") or 0.0) - parts["decay"] - parts["residual"]}
         rows.append(row)
     return pa.Table.from_pylist(rows)
 
 
 def whole_books(spread, audited, inherited: float) -> pa.Table:
-    """The same under whole credit: momentum and optimizer are no accounts."""
+    """The same under whole credit: momentum is no account."""
     table = books(spread, audited, momentum=0.0, inherited=inherited)
-    for name in ("momentum", "optimizer"):
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, pa.nulls(len(table), pa.float64()))
-    return table
+    return table.set_column(table.column_names.index("momentum"), "momentum", pa.nulls(len(table), pa.float64()))
 
 
-def one(accounts: pa.Table, method="midpoint", update="secant", **more) -> SetSummary:
-    (found,) = summarise(accounts, method, update, **more).sets
+def one(accounts: pa.Table, method="step") -> SetSummary:
+    (found,) = summarise(accounts, method).sets
     return found
 
 
@@ -92,10 +89,10 @@ def test_three_audited_steps_of_a_rough_run_do_not_balance() -> None:
     assert "clipped to 0.03" in found.outsized[0].why and any("a spike" in w for w in found.outsized[1].why)
     assert found.top_steps == 5 and 0.69 < found.top_share < 0.75
     assert any("audit_every=1" in line for line in found.advice) and any("--view rank" in line for line in found.advice)
-    text = str(summarise(rough_run(), "midpoint", "secant"))
+    text = str(summarise(rough_run(), "step"))
     for words in ("4 of 150 scored steps hold 69 %", "step 31: 30 %; clipped to 0.03", "not audited", "top 3 % of steps (5)"):
         assert words in text, words
-    json.dumps(summarise(rough_run(), "midpoint", "secant").as_dict(), allow_nan=False)
+    json.dumps(summarise(rough_run(), "step").as_dict(), allow_nan=False)
 
 
 def test_the_same_run_without_its_rough_steps_audited_at_every_step_balances() -> None:
@@ -107,47 +104,48 @@ def test_the_same_run_without_its_rough_steps_audited_at_every_step_balances() -
 
 
 VERDICTS = [
-    # relative, audited steps of 100 equal ones, method, update, state, says
-    (0.0005, range(100), "midpoint", "secant", "balanced", "the books balance"),
-    (0.0005, range(51), "midpoint", "secant", "balanced", "which hold 51 %"),
-    (0.0005, range(50), "midpoint", "secant", "thin", "hold 50 % of what the samples were given and taken: too little to judge"),
-    (0.0005, range(3), "midpoint", "secant", "thin", "hold 3 %"),
-    (0.05, range(3), "midpoint", "secant", "thin", "too little to judge"),
-    (0.05, range(100), "first", "frozen", "rough", "sums are off"),
-    (0.66, range(100), "first", "sgd", "coarse", "first+sgd is too coarse"),
-    (0.66, range(3), "midpoint", "secant", "coarse", "too coarse"),
-    (0.0005, (), "first", "frozen", "unmeasured", "nothing says how far the method is off"),
+    # relative, audited steps of 100 equal ones, method, state, says
+    (0.0005, range(100), "step", "balanced", "the books balance"),
+    (0.0005, range(51), "step", "balanced", "which hold 51 %"),
+    (0.0005, range(50), "step", "thin", "hold 50 % of what the samples were given and taken: too little to judge"),
+    (0.0005, range(3), "step", "thin", "hold 3 %"),
+    (0.05, range(3), "step", "thin", "too little to judge"),
+    (0.0005, [t for t in range(100) if audit_due(t, None)], "whole", "balanced", "which hold 9 %"),
+    (0.0005, (0, 15, 30, 45, 60, 75, 90), "step", "thin", "too little to judge"),
+    (0.05, range(100), "whole", "rough", "sums are off"),
+    (0.66, range(100), "first", "coarse", 'the SGD step that method="first" assumes is not the step that was taken'),
+    (0.66, range(3), "step", "coarse", "too coarse"),
+    (0.0005, (), "step", "unmeasured", "nothing says how far the method is off"),
 ]
 
 
-@pytest.mark.parametrize(("relative", "audited", "method", "update", "state", "says"), VERDICTS)
-def test_verdicts(relative, audited, method, update, state, says) -> None:
-    found = one(books(np.ones(100), audited, relative), method, update)
+@pytest.mark.parametrize(("relative", "audited", "method", "state", "says"), VERDICTS)
+def test_verdicts(relative, audited, method, state, says) -> None:
+    found = one(books(np.ones(100), audited, relative), method)
     assert found.state == state and says in found.verdict
     assert ("balance" in found.verdict + found.short) == (state == "balanced")
 
 
 ADVICE = [
-    ("first", "frozen", "step", 'method="midpoint"'),
-    ("first", "sgd", "step", 'update="secant"'),
-    ("midpoint", "frozen", "step", 'update="secant"'),
-    ("midpoint", "secant", "step", "gauss3"),
-    ("midpoint", "secant", "whole", 'quadrature="gauss3"'),
-    ("not registered", "?", "step", "this version of inrun has"),
+    ("first", 'method="whole" or "step"'),
+    ("second", 'method="whole" or "step"'),
+    ("step", "smaller learning rate"),
+    ("whole", "smaller learning rate"),
+    ("not registered", "smaller learning rate"),
 ]
 
 
-@pytest.mark.parametrize(("method", "update", "credit", "says"), ADVICE)
-def test_what_to_do_about_a_large_residual(method, update, credit, says) -> None:
-    assert any(says in line for line in one(books(np.ones(20), range(20), 0.5), method, update, credit=credit).advice)
+@pytest.mark.parametrize(("method", "says"), ADVICE)
+def test_what_to_do_about_a_large_residual(method, says) -> None:
+    assert any(says in line for line in one(books(np.ones(20), range(20), 0.5), method).advice)
 
 
 @pytest.mark.parametrize(
-    ("momentum", "credit", "told"), [(4.5, "step", True), (-3.0, "step", True), (0.1, "step", False), (4.5, "whole", False)]
+    ("momentum", "method", "told"), [(4.5, "step", True), (-3.0, "step", True), (0.1, "step", False), (4.5, "whole", False)]
 )
-def test_whole_credit_is_named_where_momentum_is_much_of_the_fall(momentum, credit, told) -> None:
-    found = one(books(np.ones(20), range(20), momentum=momentum), credit=credit)
-    assert any('credit="whole"' in line for line in found.advice) == told
+def test_whole_credit_is_named_where_momentum_is_much_of_the_fall(momentum, method, told) -> None:
+    found = one(books(np.ones(20), range(20), momentum=momentum), method)
+    assert any('method="whole"' in line for line in found.advice) == told
 
 
 def test_an_outsized_step_that_nobody_audited_keeps_the_books_from_balancing() -> None:
@@ -204,12 +202,12 @@ def test_many_rough_steps_of_a_long_run_are_counted_and_the_largest_named() -> N
     spread[::100] = 50
     found = one(books(spread))
     assert found.outsized_steps == 30 and len(found.outsized) == 20 and found.outsized_share == pytest.approx(1500 / 4470)
-    assert "and 25 more" in str(summarise(books(spread), "first", "sgd"))
+    assert "and 25 more" in str(summarise(books(spread), "first"))
 
 
 @pytest.mark.parametrize("spread", [[], [1.0] * (LEAST_STEPS - 1) + [1e6], [0.0] * 50, [0.0] * 30 + [1.0] * 30])
 def test_steps_that_paid_nothing_or_are_few_are_no_trouble(spread) -> None:
-    for summary in (summarise(books(spread, range(len(spread))), "first", "sgd"), summarise(books(spread), "first", "sgd")):
+    for summary in (summarise(books(spread, range(len(spread))), "first"), summarise(books(spread), "first")):
         assert all(not s.outsized or len(spread) == LEAST_STEPS for s in summary.sets)
         assert "nan" not in str(summary)
 
@@ -218,24 +216,22 @@ def test_scores_stand_beside_the_fall_of_the_same_steps() -> None:
     spread = np.ones(10)
     part = one(books(spread, (0, 5)))
     assert part.scores_sum == pytest.approx(5.0) and part.data == pytest.approx(1.0) and part.audited_share == pytest.approx(0.2)
-    assert "+5; on the 2 audited ones they are +1 beside a measured fall of +9.801" in str(
-        summarise(books(spread, (0, 5)), "a", "b")
-    )
-    assert "add up to +5 beside a measured fall of +49.01, over all 10" in str(summarise(books(spread, range(10)), "a", "b"))
-    assert "no fall was measured beside it" in str(summarise(books(spread), "a", "b"))
+    assert "+5; on the 2 audited ones they are +1 beside a measured fall of +9.801" in str(summarise(books(spread, (0, 5)), "step"))
+    assert "add up to +5 beside a measured fall of +49.01, over all 10" in str(summarise(books(spread, range(10)), "step"))
+    assert "no fall was measured beside it" in str(summarise(books(spread), "step"))
 
 
 def test_whole_credit_has_inherited_and_no_momentum() -> None:
     accounts = whole_books(np.ones(20), range(20), inherited=0.25)
-    summary = summarise(accounts, "midpoint", "realised", credit="whole")
+    summary = summarise(accounts, "whole")
     (found,) = summary.sets
-    assert (found.momentum, found.optimizer) == (None, None) and found.inherited == pytest.approx(5.0)
+    assert found.momentum is None and found.inherited == pytest.approx(5.0)
     text = str(summary)
-    for words in ("whole credit, midpoint+realised", "inherited", "from before scoring began", "parts paid", "The credits add up"):
+    for words in ("method whole", "inherited", "from before scoring began", "parts paid", "The credits add up"):
         assert words in text, words
-    assert "contributions" not in text and "optimizer" not in text
-    assert summary.as_dict()["credit"] == "whole"
-    step = str(summarise(books(np.ones(20), range(20), inherited=0.25), "midpoint", "secant"))  # the control
+    assert "contributions" not in text and "earlier samples" not in text
+    assert summary.as_dict()["method"] == "whole"
+    step = str(summarise(books(np.ones(20), range(20), inherited=0.25), "step"))  # the control
     assert "inherited" not in step and "contributions" in step and "parts paid" not in step
 
 
@@ -271,9 +267,9 @@ def with_outlier(table: pa.Table, sample: int, times: float) -> pa.Table:
 @pytest.mark.parametrize("folds", [1, 3])
 def test_an_outlier_is_named_and_a_calm_run_names_no_sample(folds: int) -> None:
     for seed in range(8):
-        assert samples_in_table(uses(folds=folds, seed=seed)) == {"v": []}
+        assert samples_in_table(uses(folds=folds, seed=seed))["v"].outsized == []
     table = with_outlier(with_outlier(uses(folds=folds), 17, 100), 23, 60)
-    found = samples_in_table(table)["v"]
+    found = samples_in_table(table)["v"].outsized
     assert [o.sample_id for o in found] == [17, 23] and found[0].uses == 2
     whole = sum(abs(v) for v in table["value"].to_pylist()) / folds
     held = sum(abs(r["value"]) for r in table.to_pylist() if r["sample_id"] == 17) / folds
@@ -285,18 +281,18 @@ def test_samples_of_a_large_step_are_told_from_outliers() -> None:
     table = uses(1600)
     values = table["value"].to_numpy().copy()
     values[table["step"].to_numpy() == 30] = 100 * np.abs(values).mean() * np.sign(np.arange(8) - 3.5)
-    found = samples_in_table(table.set_column(3, "value", pa.array(values, pa.float32())))["v"]
+    found = samples_in_table(table.set_column(3, "value", pa.array(values, pa.float32())))["v"].outsized
     assert len(found) == 8 and all("used in a large step" in o.why[0] and o.step == 30 for o in found)
-    (only,) = samples_in_table(with_outlier(uses(), 17, 100))["v"]
+    (only,) = samples_in_table(with_outlier(uses(), 17, 100))["v"].outsized
     assert "an outlier" in only.why[0]
 
 
 @pytest.mark.parametrize("n", [9, 40, 3000])
 def test_samples_of_runs_of_any_size(n: int) -> None:
     for seed in range(4):
-        assert samples_in_table(uses(n - n % 8, seed=seed) if n > 9 else uses(8, seed=seed))["v"] == []
+        assert samples_in_table(uses(n - n % 8, seed=seed) if n > 9 else uses(8, seed=seed))["v"].outsized == []
     if n > 9:
-        assert [o.sample_id for o in samples_in_table(with_outlier(uses(n - n % 8), 5, 200))["v"]] == [5]
+        assert [o.sample_id for o in samples_in_table(with_outlier(uses(n - n % 8), 5, 200))["v"].outsized] == [5]
 
 
 def test_samples_reach_the_summary_from_a_table_and_from_a_ledger(tmp_path) -> None:
@@ -306,13 +302,13 @@ def test_samples_reach_the_summary_from_a_table_and_from_a_ledger(tmp_path) -> N
     steps, ids, values = (table[c].to_numpy() for c in ("step", "sample_id", "value"))
     for t, row in enumerate(accounts):
         memory.write(StepRecord(t, ids[steps == t], {"v": values[steps == t]}, [row]))
-    memory.save(tmp_path / "run", {"method": "midpoint", "update": "secant", "credit": "whole"})
+    memory.save(tmp_path / "run", {"method": "whole"})
     read = summarise_run(tmp_path / "run")
-    held = summarise(memory.accounts(), "midpoint", "secant", credit="whole", uses=memory.uses())
-    assert read.as_dict() == held.as_dict() and read.credit == "whole"
+    held = summarise(memory.accounts(), "whole", uses=memory.uses())
+    assert read.as_dict() == held.as_dict() and read.method == "whole"
     assert [o.sample_id for o in read.sets[0].samples] == [17]
     assert "sample 17:" in str(read) and any("Look at the samples" in line for line in read.sets[0].advice)
-    assert summarise(memory.accounts(), "midpoint", "secant").sets[0].samples is None
+    assert summarise(memory.accounts(), "step").sets[0].samples is None
     assert summarise_run(Ledger.open(tmp_path / "run")).as_dict() == read.as_dict()
 
 

@@ -35,7 +35,7 @@ def settled(step: int) -> SettledCredits:
 @pytest.fixture(params=["whole", "step"])
 def run(request, tmp_path) -> Ledger:
     """The same steps with and without credits; the first four of six are settled. The control is the step game."""
-    with Ledger(tmp_path / "run", about={"method": "midpoint", "update": "realised", "credit": request.param}) as ledger:
+    with Ledger(tmp_path / "run", about={"method": request.param}) as ledger:
         ledger.register_samples([{"sample_id": i, "domain": "ab"[i % 2], "owner": "xy"[i % 2]} for i in range(2 * STEPS)])
         for step in range(STEPS):
             r = record(step)
@@ -44,7 +44,7 @@ def run(request, tmp_path) -> Ledger:
 
 
 def is_whole(run) -> bool:
-    return run.about["credit"] == "whole"
+    return run.about["method"] == "whole"
 
 
 def test_groups(run) -> None:
@@ -77,7 +77,7 @@ def test_curate(run, tmp_path) -> None:
 @pytest.mark.parametrize(("error", "drops"), [(7.5, True), (8.5, False), (0.0, True)])
 def test_a_score_within_its_estimate_error_is_not_negative(tmp_path, error: float, drops: bool) -> None:
     """-8 with an error of 8.5 may as well be above zero: the default rule keeps it, a rule in words need not."""
-    with Ledger(tmp_path / "run", about={"method": "midpoint", "update": "realised", "credit": "whole"}) as ledger:
+    with Ledger(tmp_path / "run", about={"method": "whole"}) as ledger:
         ledger.register_samples([{"sample_id": i} for i in range(4)])
         for step in range(2):
             ledger.write(record(step) if step == 0 else dataclasses.replace(record(step), settled=()))
@@ -105,7 +105,7 @@ def test_shares(run) -> None:
     assert (found.credit, found.pending) == (("whole", 4) if is_whole(run) else ("step", 0))
     said = found.coverage()
     assert ("is credited to the samples that pushed" in said) == ("4 uses are pending" in said) == is_whole(run)
-    assert ("optimizer's account" in said) != is_whole(run)
+    assert ("account of momentum" in said) != is_whole(run)
 
 
 def test_left_out_and_info(run) -> None:
@@ -130,7 +130,7 @@ def test_commands_say_which_credit(run) -> None:
     for words in ("whole credit", "pending", "± estimate"):
         assert (words in scores) == is_whole(run), words
     assert ("whole credit" in told("groups", path)) == is_whole(run)
-    assert json.loads(told("scores", path, "--json"))["credit"] == run.about["credit"]
+    assert json.loads(told("scores", path, "--json"))["method"] == run.about["method"]
     assert told("scores", path, "--csv").splitlines()[0].endswith("last_step,step_score,pending,estimate_error")
 
 

@@ -42,6 +42,7 @@ UNSURE = [group("a", 0.1, 0.2, share=1.0), group("b", -0.1, 0.2)]
 def told(groups=(CODE, TABLES, WEB), *, dist=None, folds=4, state="balanced", pending=0, registered=100, gathered=False, **more):
     """Books that are made up."""
     judged = {"state": state, "relative_residual": 0.05, "audited_share": 1.0, "outsized": [], "outsized_share": 0.0}
+    judged |= {"residual_to_fall": 0.5, "spread_to_fall": 300.0}
     judged = SimpleNamespace(**judged | {"outsized_steps": 0} | more)
     found = SimpleNamespace(pending=pending, samples_registered=registered)
     accounts = SimpleNamespace(judged=judged, audited=10, steps=20)
@@ -238,6 +239,7 @@ CAUTIONS = {
         told(state="thin", **OUTSIZED),
         ["Careful: steps that hold an outsized part were not", "Few steps decide here: 2 steps hold 86 %"],
     ),
+    "cancelling": (told(state="cancelling"), ["Careful: what the samples were given and taken is 300 times what the loss fell"]),
     "unmeasured": (told(state="unmeasured"), ["Careful: no audited step measured"]),
     "pending": (told(pending=3), ["Credit is still coming in for 3 steps"]),
     "nothing scored": (told(dist=scores(0, 0, 0, 0), pending=3), []),
@@ -257,6 +259,9 @@ def test_cards_say_how_sure():
     *_, sure = finding_cards(told(pending=2))
     assert (sure.value, sure.mood) == ("The books balance", "good")
     assert "chance could still put 13 clearly below zero" in sure.rows[1].note and sure.rows[2].figure == "still coming in"
+    assert sure.rows[0].note.startswith("50 % of the fall, ".replace(" %", f"{NBSP}%"))
+    *_, sure = finding_cards(told(state="cancelling"))
+    assert (sure.value, sure.mood) == ("Scores nearly cancel", "bad")
     *_, sure = finding_cards(told(state="coarse"))
     assert sure.mood == "bad" and "Too coarse" in sure.value
     helped, hurt, sure = finding_cards(without_folds(CODE, TABLES, WEB))
@@ -297,7 +302,7 @@ def test_finding_is_that_of_the_books(tmp_path):
 
 
 def test_page_opens_with_the_finding(tmp_path):
-    page = Page(build_report(tell_story(tmp_path / "run", steps=120, samples=300)))
+    page = Page(build_report(tell_story(tmp_path / "run", steps=120, samples=300, audit=40)))
     order = [
         "What this run found",
         "What helped",
@@ -324,7 +329,7 @@ def test_small_and_unregistered_runs(tmp_path):
 
 
 def test_pending_credit_is_said(tmp_path):
-    with Ledger(tmp_path / "run", about={"credit": "whole"}) as ledger:
+    with Ledger(tmp_path / "run", about={"method": "whole"}) as ledger:
         for step in range(3):
             ledger.write(StepRecord(step, [1, 2], {"v": [0.5, -0.5]}, [{"step": step, "validation": "v"}]))
     page = Page(build_report(tmp_path / "run"))

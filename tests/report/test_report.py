@@ -84,7 +84,7 @@ def account(step, label, **more):
 
 def simple(path, labels=("v",), steps=6, samples=9, metadata=True, accounts=True, **more):
     rng = np.random.default_rng(1)
-    with Ledger(path, about={"method": "first", "update": "frozen"}) as ledger:
+    with Ledger(path, about={"method": "step"}) as ledger:
         for step in range(steps):
             values = {x: rng.standard_normal(samples).astype(np.float32) for x in labels}
             rows = [account(step, x, **more) for x in labels] if accounts else []
@@ -142,7 +142,7 @@ def left_open(path):
 def saved_from_memory(path):
     ledger = MemoryLedger()
     ledger.write(StepRecord(0, np.arange(3), {"v": np.ones(3, np.float32)}, [account(0, "v")]))
-    ledger.save(str(path), {"method": "first", "update": "sgd"})
+    ledger.save(str(path), {"method": "first"})
     return path
 
 
@@ -164,19 +164,22 @@ CASES = {
     "folds": (lambda p: simple(p, labels=("v#0", "v#1", "v#2")), ["(3 folds)"]),
     "no audits": (simple, ["no step was audited", "Audit more often (audit_every=1"]),
     "audits": (
-        lambda p: simple(p, loss_after=1.5, optimizer=0.2, momentum=0.3, decay=-0.1, residual=0.001),
+        lambda p: simple(p, loss_after=1.5, momentum=0.3, decay=-0.1, residual=0.001),
         ["the books balance", "over 6 audited of 6 steps"],
     ),
-    "optimizer in one": (lambda p: simple(p, loss_after=1.5, optimizer=0.2, residual=0.2), ["momentum and weight decay together"]),
+    "rounding": (
+        lambda p: simple(p, loss_after=1.5, rounding=0.2, residual=0.0),
+        ["moves of entries whose gradient is only rounding"],
+    ),
     "no accounts": (lambda p: simple(p, accounts=False), ["no step recorded it"]),
     "losses that are no numbers": (lambda p: simple(p, loss_before=float("nan"), loss_after=float("inf")), ["no step recorded it"]),
-    "rising loss": (lambda p: simple(p, loss_before=1.0, loss_after=1.5, optimizer=0.0, residual=-1.0), ["too coarse"]),
+    "rising loss": (lambda p: simple(p, loss_before=1.0, loss_after=1.5, residual=-1.0), ["too coarse"]),
     "several sets": (lambda p: simple(p, labels=("a", "b", "c")), ["Do validation sets agree?"]),
     "one step": (lambda p: simple(p, steps=1), ["steps 0 to 0"]),
     "one sample": (lambda p: simple(p, samples=1), ["1 used, 1 registered"]),
     "points": (lambda p: simple(p, labels=tuple(f"v[{j}]" for j in range(30))), ["Not shown: 22 more validation sets"]),
     "left open": (left_open, ["The books were not closed", "reaches to step 5"]),
-    "saved from memory": (saved_from_memory, ["scored by first + sgd"]),
+    "saved from memory": (saved_from_memory, ["scored by method first"]),
     "other columns": (unlike_columns, ["Value by year", "Group by"]),
 }
 
@@ -232,12 +235,12 @@ def test_books_are_those_of_the_summary(story):
     found = gather(story, by=None, top=1, text=True)
     reader = Ledger.open(story)
     for books, truth in zip(
-        found.accounts, sorted(summarise(reader.accounts(), "midpoint", "secant").sets, key=lambda s: s.validation), strict=True
+        found.accounts, sorted(summarise(reader.accounts(), "step").sets, key=lambda s: s.validation), strict=True
     ):
         assert (books.name, books.steps, books.audited) == (truth.validation, truth.steps, truth.audited)
         assert books.fall == pytest.approx(truth.fall) and books.judged.relative_residual == pytest.approx(truth.relative_residual)
         measured = {part: value for part, value in books.totals.items() if value is not None}
-        assert set(measured) == {"data", "optimizer", "momentum", "decay", "residual"}
+        assert set(measured) == {"data", "momentum", "decay", "residual"}
         for part, value in measured.items():
             assert value == pytest.approx(getattr(truth, part))
             assert books.audited_curve[part][-1] == pytest.approx(value, rel=1e-4)
@@ -252,8 +255,9 @@ def test_headlines_say_what_they_mean(story):
     assert "two standard errors (4 folds)" in cards["Negative samples"].note
     books = found.accounts[0]
     assert cards["Fall, audited steps"].value == signed(books.fall) and "on 12 of 60 steps" in cards["Fall, audited steps"].note
-    error = cards["Method's error"]  # one step in five was audited: a small residual there does not speak for the run
-    assert error.mood == "" and error.value == "0.2\u00a0%" and "too little to judge" in error.note
+    error = cards["Method's error"]  # one step in five was audited, all over the run
+    assert error.mood == "good" and error.value == "0.2\u00a0%" and "the books balance" in error.note
+    assert "of the fall: the books balance" in error.note
     assert notices(found) == []
 
 
@@ -420,7 +424,7 @@ def test_size_is_bounded_where_everything_is_long(tmp_path):
     with Ledger(tmp_path / "run", about={f"{k}<&" * 20: "<&>" * 5000 for k in range(50)}) as ledger:
         for step in range(700):
             ids = rng.integers(0, n, 4)
-            parts = dict.fromkeys(("data", "optimizer", "momentum", "decay", "residual", "spread", "loss_before", "loss_after"))
+            parts = dict.fromkeys(("data", "rounding", "momentum", "decay", "residual", "spread", "loss_before", "loss_after"))
             rows = [
                 {"step": step, "validation": x, **{k: float(v) for k, v in zip(parts, rng.random(8), strict=True)}} for x in labels
             ]
@@ -489,7 +493,7 @@ def test_a_large_run_is_no_obstacle(tmp_path):
     """1 million rows of 200,000 samples: R25 asks for less than a minute and 2 GB for more."""
     rng = np.random.default_rng(0)
     n, steps, batch = 200_000, 500, 1000
-    with Ledger(tmp_path / "run", about={"method": "first", "update": "frozen"}) as ledger:
+    with Ledger(tmp_path / "run", about={"method": "step"}) as ledger:
         for step in range(steps):
             values = {x: rng.standard_normal(batch).astype(np.float32) for x in ("a", "b")}
             ledger.write(StepRecord(step, rng.integers(0, n, batch), values, [account(step, x) for x in values]))

@@ -36,11 +36,10 @@ def with_inherited(monkeypatch):
     monkeypatch.setattr(Tables, "_offer", offering)
 
 
-def run(path, *, credit=None, steps=40, audited=lambda step: True, rough=(), outlier=None, name="v"):
+def run(path, *, method="step", steps=40, audited=lambda step: True, rough=(), outlier=None, name="v"):
     """Forty calm steps of eight samples each; rough ones pay fifty times as much, an outlier holds most of step 3."""
     rng = np.random.default_rng(0)
-    about = {"method": "midpoint", "update": "secant"} | ({} if credit is None else {"credit": credit})
-    with Ledger(path, about=about) as ledger:
+    with Ledger(path, about={"method": method}) as ledger:
         for step in range(steps):
             ids = np.arange(8) + 8 * (step % 20)
             values = rng.normal(0.002, 0.01, 8) * (50 if step in rough else 1)
@@ -50,7 +49,7 @@ def run(path, *, credit=None, steps=40, audited=lambda step: True, rough=(), out
             row = {"step": step, "validation": name, "loss_before": 3.0, "data": data, "spread": spread, "lr": 1.0}
             row |= {"clip": 0.04 if step in rough else 1.0, "n_samples": 8}
             if audited(step):
-                memory = {"inherited": INHERITED} if credit == "whole" else {"momentum": 0.1, "optimizer": 0.09}
+                memory = {"inherited": INHERITED} if method == "whole" else {"momentum": 0.1}
                 row |= {"decay": -0.01, "residual": 0.001 * spread, **memory}
                 row["loss_after"] = 3.0 - data + 0.01 - row["residual"] - memory.get("momentum", INHERITED)
             ledger.write(StepRecord(step, ids, {name: values.astype(np.float32)}, [row]))
@@ -59,9 +58,9 @@ def run(path, *, credit=None, steps=40, audited=lambda step: True, rough=(), out
 
 @pytest.mark.usefixtures("with_inherited")
 def test_whole_credit_shows_inherited_and_no_momentum(tmp_path):
-    page = Page(build_report(run(tmp_path / "whole", credit="whole")))
+    page = Page(build_report(run(tmp_path / "whole", method="whole")))
     for words in (
-        "scored by whole credit, midpoint + secant",
+        "scored by method whole",
         "every push belongs to a sample, and the samples' credits add up to what the model learned",
         "inherited momentum from before scoring began +5.000",
         "the parts paid to samples at these steps",
@@ -70,7 +69,7 @@ def test_whole_credit_shows_inherited_and_no_momentum(tmp_path):
         "the books balance",
     ):
         assert words in page.text, words
-    for words in ("Optimizer account", "about a tenth of a sample's push", "contributions add up", "earlier samples' pushes"):
+    for words in ("Momentum and decay", "about a tenth of a sample's push", "contributions add up", "earlier samples' pushes"):
         assert words not in page.text, words
     curve = page.data["books"][0]["curve"]
     assert set(curve) == {"step", "fall", "data", "decay", "inherited", "residual"} and page.data["credit"] == "whole"
@@ -79,11 +78,10 @@ def test_whole_credit_shows_inherited_and_no_momentum(tmp_path):
     assert parts == pytest.approx(curve["fall"][-1], rel=1e-3)
 
 
-@pytest.mark.parametrize("credit", [None, "step"])
-def test_the_step_game_shows_momentum_and_nothing_inherited(tmp_path, credit):
-    page = Page(build_report(run(tmp_path / "step", credit=credit)))
+def test_the_step_game_shows_momentum_and_nothing_inherited(tmp_path):
+    page = Page(build_report(run(tmp_path / "step")))
     for words in (
-        "Optimizer account",
+        "Momentum and decay",
         "about a tenth of a sample's push",
         "momentum earlier samples' pushes",
         "The contributions add up",
@@ -128,7 +126,7 @@ def test_a_calm_run_names_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", SETS)
 def test_names_stay_text_beside_the_verdict(tmp_path, name):
-    page = Page(build_report(run(tmp_path / "hostile", credit="<script>whole", rough=(20,), outlier=-7, name=name)))
+    page = Page(build_report(run(tmp_path / "hostile", method="<script>whole", rough=(20,), outlier=-7, name=name)))
     assert [tag for tag, _ in page.tags].count("script") == 4 and "img" not in [tag for tag, _ in page.tags]
     assert "sample -7:" in page.text and "step 20:" in page.text
     assert page.data["credit"] == "step"

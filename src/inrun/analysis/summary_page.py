@@ -5,7 +5,7 @@ from __future__ import annotations
 from inrun.analysis.steps import OutsizedStep
 from inrun.analysis.summary import SetSummary, Summary
 from inrun.analysis.verdict import GIVEN, percent
-from inrun.methods import REAL
+from inrun.methods import PROXY
 from inrun.notebook import shown
 
 #: Outsized steps and samples that a page names.
@@ -52,7 +52,7 @@ def accounts_of(s: SetSummary, method: str) -> list[tuple[str, float | None, str
         else "contributions of the samples of these steps"
     )
     found = [("fall", s.fall, "of the validation loss over the audited steps"), ("data", s.data, f"{paid}{folds}")]
-    if method not in REAL:
+    if method in PROXY:
         return [*found, ("residual", s.residual, "what the method's SGD step leaves of the fall")]
     known = {
         "momentum": "the optimizer's memory: earlier samples' gradients, still at work",

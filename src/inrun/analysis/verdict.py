@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inrun.methods import REAL
+from inrun.methods import PROXY
 
 if TYPE_CHECKING:
     from inrun.analysis.summary import SetSummary
@@ -58,8 +58,9 @@ def judge(s: SetSummary, method: str) -> Verdict:
     if share != 1.0:
         size += " on the audited steps" + ("" if share is None else f", which hold {percent(share)} of that over the run")
     if relative > COARSE:
-        what = f'the SGD step that method="{method}" assumes is not the step that was taken'
-        what = "the quadrature is too coarse for steps of this size" if method in REAL else what
+        what = "the quadrature is too coarse for steps of this size"
+        if method in PROXY:
+            what = f'the SGD step that method="{method}" assumes is not the step that was taken'
         return Verdict("coarse", "too coarse for these steps", f"{size}: {what}.")
     if s.exceeds:
         times = "far more than" if s.spread_to_fall is None else f"{s.spread_to_fall:,.0f} times"
@@ -110,9 +111,9 @@ def advise(s: SetSummary, state: str, method: str) -> list[str]:
 
 def advice(method: str) -> str:
     """Say what makes the residual smaller."""
-    if method in REAL:
-        return "Train with a smaller learning rate."
-    return 'Score by method="whole" or "step", which share out the step that the optimizer really took.'
+    if method in PROXY:
+        return 'Score by method="whole" or "step", which share out the step that the optimizer really took.'
+    return "Train with a smaller learning rate."
 
 
 def percent(share: float) -> str:

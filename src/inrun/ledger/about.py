@@ -45,12 +45,12 @@ def read_about(run: Path) -> dict[str, Any]:
 def method_of(about: Mapping[str, Any]) -> str:
     """Return the method that scored a run, by its ``run.json``: a name of ``inrun.methods.METHODS``, or what else it says."""
     method = str(about.get("method", "?"))
-    if "update" not in about:
-        return method
     # Runs from before there were four methods name the update, and perhaps the credit, beside it.
     if about.get("credit") == "whole":
         return "whole"
-    return method if about["update"] == "sgd" and method in ("first", "second") else "step"
+    if about.get("update", "sgd") == "sgd":
+        return method
+    return "step"
 
 
 def credit_of(about: Mapping[str, Any]) -> Literal["whole", "step"]:

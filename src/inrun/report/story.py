@@ -8,7 +8,7 @@ from typing import Any
 
 from inrun.analysis.queries import NO_VALUE
 from inrun.analysis.summary_page import standing_out, sums
-from inrun.methods import REAL
+from inrun.methods import PROXY
 from inrun.report.accounts import SetAccounts
 from inrun.report.cards import MOODS, FindingCard, finding_cards
 from inrun.report.distribution import Distribution
@@ -161,7 +161,7 @@ def account_rows(accounts: SetAccounts, method: str) -> list[tuple[str, str, str
     figures = aligned(list(totals.values()))
     shares = [percent(v / accounts.fall) if accounts.fall > 0 else "–" for v in totals.values()]
     words = ACCOUNTS | ({"data": ACCOUNTS["credits"]} if method == "whole" else {})
-    words |= {} if method in REAL else {"residual": ACCOUNTS["proxy"]}
+    words |= {"residual": ACCOUNTS["proxy"]} if method in PROXY else {}
     parts: list[float | str] = [v / accounts.fall if accounts.fall > 0 else "" for v in totals.values()]
     return [(name, words[name], figures[k], shares[k], totals[name], parts[k]) for k, name in enumerate(totals)]
 
@@ -182,13 +182,13 @@ def _parts(accounts: SetAccounts, method: str) -> list[Headline]:
     parts, note = ("decay", "inherited"), "weight decay, momentum from before scoring began"
     if not whole:
         parts, note = ("momentum", "decay"), "earlier samples' pushes, weight decay"
-    if method in REAL:
+    if method not in PROXY:
         names.append("Decay and inherited" if whole else "Momentum and decay")
     if not accounts.audited:
         return [Headline(label, "not measured", NOT_AUDITED) for label in names]
     paid = "to samples" if whole else "paid to samples at once"
     found = [Headline(names[0], signed(accounts.totals.get("data")), f"{paid}: {_covered(accounts)}")]
-    if method not in REAL:
+    if method in PROXY:
         return found
     rest = [v for v in (accounts.totals.get(part) for part in parts) if v is not None]
     if not rest:
