@@ -1,10 +1,9 @@
-"""Entries whose batch gradient is only rounding error: a bias in front of batch norm, keys' biases in attention, dead units.
+"""Entries whose batch gradient is only rounding error: a bias in front of batch norm, keys' biases in attention.
 
 In real arithmetic the terms of such a gradient cancel exactly, and what is left is noise. Adam divides noise by its own size, so
 the entry moves at the full learning rate, and samples would be credited with large amounts of opposite signs.
 
-Which entries these are is read on audited steps, or where there are none on those of the default schedule, and believed until
-the next.
+How large the noise of an entry is, is read on audited steps. In later steps an entry counts as noise while it stays as small.
 """
 
 from __future__ import annotations
@@ -14,38 +13,73 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inrun.engine.processes import Processes
+from inrun.engine.parameters import Parameters
 from inrun.engine.reading import Reading
 from inrun.engine.sketch import Sketcher
+from inrun.optimizers import UpdateRule
 
 #: |Σ g| up to so many times the machine precision of Σ|terms| counts as rounding.
 ROUNDINGS = 16.0
+#: The same for a whole tensor whose gradients are made in half precision, relative to (Σ g_n²)^½, and the least entries it needs:
+#: of one entry, half precision cannot tell.
+HALF_ROUNDINGS, LEAST_ENTRIES = 4.0, 8
+#: How much larger than at the last audit noise may get.
+GROWTH = 16.0
 
 
 @torch.no_grad()
-def cancelled(
-    sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], dtypes: Sequence[torch.dtype], processes: Processes
+def noise_of(
+    sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], parameters: Parameters, rules: Sequence[UpdateRule]
 ) -> Tensor | None:
-    """Return which entries of the small tensors have a batch gradient that is only rounding, ``[columns]``.
+    """Return how large the noise of every entry of the small tensors may be, ``[columns]``; 0 where the gradient is no noise.
+
+    Only optimizers that divide by the size of gradients (Adam) make noise large; others leave it as small as it is.
 
     Args:
         sketcher: Which columns are entries.
         rows: Per-sample rows of the step, ``[n, columns]``.
         readings: With Σ|terms| of entries.
-        dtypes: The precision of every parameter.
-        processes: Those that have the samples.
+        parameters: Whose gradients they are.
+        rules: The rules of the optimizers.
     """
-    if sketcher.cut == sketcher.size or (len(rows) == 0 and not processes.several):
+    processes, adaptive = parameters.processes, [rules[s.optimizer].adaptive for s in parameters.scored]
+    if sketcher.cut == sketcher.size or not any(adaptive) or (len(rows) == 0 and not processes.several):
         return None
     entries = rows[:, sketcher.cut :]
-    total, size = entries.sum(0), entries.abs().sum(0)
+    total, size, square = entries.sum(0), entries.abs().sum(0), entries.square().sum(0)
+    precision = [getattr(s.leaf.reader, "precision", None) or s.parameter.dtype for s in parameters.scored]
+    half = torch.tensor([float(p.itemsize < 4) for p in precision], device=sketcher.device)
     for r in readings:
         for i, terms in r.sizes.items():
-            c = sketcher.columns[i]
-            here = size[c.start - sketcher.cut : c.stop - sketcher.cut]
+            here = size[sketcher.kept_columns(i)]
             torch.maximum(here, terms.reshape(-1), out=here)
-    processes.all_reduce_("sums of gradients", [total, size])
-    precision = [ROUNDINGS * torch.finfo(dtypes[i]).eps for i in range(len(dtypes))]
-    by = sketcher.columns_of(precision)
-    size = size * (by[sketcher.cut :] if isinstance(by, Tensor) else by)
-    return (total.abs() <= size) & (size > 0)
+    processes.all_reduce_("sums of gradients", [total, size, square, half])
+    eps = [ROUNDINGS * torch.finfo(s.parameter.dtype).eps if a else -1.0 for s, a in zip(parameters.scored, adaptive, strict=True)]
+    noise = size * _columns(sketcher, torch.tensor(eps, dtype=size.dtype, device=size.device))
+    noise = torch.where(total.abs() <= noise, noise, 0.0)
+    low = [i for i in sketcher.kept if adaptive[i]]
+    if low:
+        in_half = _columns(sketcher, (half > 0).to(size.dtype))
+        noise = torch.where(in_half > 0, _of_tensors(sketcher, total, square, adaptive), noise)
+    return noise
+
+
+def _of_tensors(sketcher: Sketcher, total: Tensor, square: Tensor, adaptive: Sequence[bool]) -> Tensor:
+    """Return the noise of entries of tensors whose gradient is noise as a whole, in half precision."""
+    owner, tensors = sketcher.owner[sketcher.cut :], len(sketcher.order)
+    sums = torch.zeros(2, tensors, dtype=total.dtype, device=total.device)
+    sums.index_add_(1, owner, torch.stack([total.square(), square]))
+    by = (HALF_ROUNDINGS * torch.finfo(torch.bfloat16).eps) ** 2
+    large = torch.tensor([adaptive[i] and sketcher.plans[i].numel >= LEAST_ENTRIES for i in sketcher.order], device=total.device)
+    is_noise = (sums[0] <= by * sums[1]) & large
+    return torch.where(is_noise[owner], (by * square).sqrt(), 0.0)
+
+
+def _columns(sketcher: Sketcher, numbers: Tensor) -> Tensor:
+    """Return numbers by tensor as numbers by entry of the small tensors."""
+    return numbers[torch.tensor(sketcher.order, device=numbers.device)][sketcher.owner[sketcher.cut :]]
+
+
+def is_noise(total: Tensor, noise: Tensor) -> Tensor:
+    """Return which entries of a step's gradient are noise, ``[columns]``."""
+    return total.abs() < GROWTH * noise

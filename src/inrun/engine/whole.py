@@ -18,7 +18,7 @@ from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
 from inrun.engine.reading import Reading, clip_from_entries, correct, joined
-from inrun.engine.rounding import cancelled
+from inrun.engine.rounding import is_noise, noise_of
 from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer, finite
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients, Validation
@@ -40,6 +40,8 @@ class Current:
     #: The rows of its uses, and the gradients of small tensors as the optimizers used them.
     entering: Entering
     now: Tensor
+    #: Entries of small tensors whose gradient is only rounding.
+    cancelled: Tensor | None = None
     failures: Tensor | None = None
     step: int = -1
     mover: Mover | None = None
@@ -73,8 +75,8 @@ class WholeScorer(RefiningScorer):
         self.direction: Tensor | None = None
         self.known: SketchedDirection | None = None
         self.carried = {name: Carried() for name in ("decay", "inherited", "rounding")}
-        #: Entries of small tensors whose batch gradient is only rounding, as the last audit saw them.
-        self.cancelled: Tensor | None = None
+        #: The noise of entries of small tensors whose batch gradient is only rounding, as the last audit saw it.
+        self.noise: Tensor | None = None
         self.current: Current | None = None
         #: Whether Σ|terms| of entries is read of this step's backwards.
         self._sizes = False
@@ -110,11 +112,13 @@ class WholeScorer(RefiningScorer):
                 correct(sk, entering, readings, self.known.flat, self.known.tables)
             now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
             if self._sizes:
-                dtypes = [s.parameter.dtype for s in self.parameters.scored]
-                self.cancelled = cancelled(sk, entering.rows, readings, dtypes, self.parameters.processes)
-            if self.cancelled is not None:
-                entering.rows[:, sk.cut :].masked_fill_(self.cancelled, 0.0)
-            self.current = Current(entering, now)
+                self.noise = noise_of(sk, entering.rows, readings, self.parameters, self.rules)
+            cancelled = None
+            if self.noise is not None:
+                entries = entering.rows[:, sk.cut :]
+                cancelled = is_noise(self.parameters.processes.all_reduced("sums of gradients", entries.sum(0)), self.noise)
+                entries.masked_fill_(cancelled, 0.0)
+            self.current = Current(entering, now, cancelled)
         some = self.parameters.of(optimizer)
         kept = [s for s in some if sk.plans[s.place].lossless]
         if kept:
@@ -140,7 +144,7 @@ class WholeScorer(RefiningScorer):
             current.failures = nothing(self.parameters)
         some = [s for s in self.parameters.of(optimizer) if s.grad is not None]
         kept = {s.place: sk.kept_columns(s.place) for s in some if sk.plans[s.place].lossless}
-        now = current.now if self.cancelled is None else torch.where(self.cancelled, 0.0, current.now)
+        now = current.now if current.cancelled is None else torch.where(current.cancelled, 0.0, current.now)
         check_entries(current.failures[:2], kept, current.entering.rows[:, sk.cut :], now, clip, self.parameters.processes)
         if self.direction is not None:
             v = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
@@ -162,7 +166,7 @@ class WholeScorer(RefiningScorer):
         if not self.own_step:
             self._unpaid(current, mover)
         accounts, found = self._account(step, current, MIDPOINT)
-        self.window.check_sets(len(found.labels), step)
+        self.window.check_labels(found.labels, step)
         contributions = self.own_credits()
         total, abs_sum = self._sums(contributions)
         self._finish_accounts(accounts, total)
@@ -205,8 +209,8 @@ class WholeScorer(RefiningScorer):
         sk, entering = self.sketcher, current.entering
         # The direction of a step's own share has the sign already.
         signs = [-1.0 if s.group.get("maximize") and not self.own_step else 1.0 for s in self.parameters.scored]
-        if self.cancelled is not None:
-            current.rounding = torch.where(self.cancelled, current.now, 0.0)
+        if current.cancelled is not None:
+            current.rounding = torch.where(current.cancelled, current.now, 0.0)
         if len(clips) == 1 and len(set(signs)) == 1:
             (factor,) = clips.values()
             by: list[Tensor] = [factor * signs[0]] * len(signs)
@@ -457,7 +461,7 @@ class WholeScorer(RefiningScorer):
             "known": None if self.known is None else {"flat": self.known.flat, "tables": self.known.tables},
             "carried": {name: c.value for name, c in self.carried.items()},
             "to_all": self._to_all,
-            "cancelled": self.cancelled,
+            "noise": self.noise,
             "window": self.window.state_dict(),
         }
 
@@ -465,7 +469,7 @@ class WholeScorer(RefiningScorer):
         """Restore."""
         device = self.sketcher.device
         self.steps, self.direction, self._to_all = state["steps"], _to(state["direction"], device), state["to_all"]
-        self.cancelled = _to(state["cancelled"], device)
+        self.noise = _to(state["noise"], device)
         known = state["known"]
         self.known = None
         if known is not None:
