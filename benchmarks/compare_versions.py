@@ -1,6 +1,6 @@
 """Time the methods of two source trees of inrun in one interleaved run: one process each, one step at a time, in turns.
 
-    python benchmarks/compare_versions.py ../old/src src --rounds 60 --only midpoint
+    python benchmarks/compare_versions.py ../old/src src --rounds 60 --only whole
 
 Prints, per method, the mean step of each tree in wall and CPU time (after a warm-up), their ratio, and peak memory;
 ``plain`` shows the noise.

@@ -68,7 +68,7 @@ def record(step: int, ids: Any, rng: np.random.Generator, whole: bool, used: dic
 def write(folder: Path, rows: int, count: int, whole: bool) -> None:
     """Write the run: shuffled epochs over all samples, two validation sets."""
     rng = np.random.default_rng(1)
-    about = {"method": "midpoint", "model": "made up", **({"credit": "whole"} if whole else {})}
+    about = {"method": "whole" if whole else "step", "model": "made up"}
     steps = rows // (BATCH * len(SETS))
     order = np.concatenate([rng.permutation(count) for _ in range(-(-(steps * BATCH) // count))])
     used: dict[int, Any] = {}

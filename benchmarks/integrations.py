@@ -1,17 +1,15 @@
-"""What scores cost inside each trainer: one interleaved run, processor time per optimizer step.
+"""What scores cost inside each trainer: one interleaved run, CPU and wall time per optimizer step.
 
-Every trainer trains the same small Llama on the same rows, without scores, with ``credit="step"`` (method first) and with whole
-credit, in turns; rounds are repeated. The mean of all steps behind the warm-up counts, audits and settlement included.
+Every trainer trains the same small Llama on the same rows, without scores, with ``method="first"`` and with whole credit, in turns;
+rounds are repeated. The mean of all steps behind the warm-up counts, audits and settlement included. (``cost.py`` has the floor.)
 
-    python benchmarks/integrations.py [--rounds 2] [--steps 80] [--only trainer,lightning]
+    python benchmarks/integrations.py [--rounds 2] [--steps 149] [--only trainer,lightning]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
-import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 VOCAB, LENGTH, BATCH, WIDTH = 1024, 64, 8, 192
 #: Steps before the first that counts: whole credit's window is 44 steps at β₁ = 0.9.
 WARM_UP = 48
-VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "step": {"credit": "step"}, "whole": {}}
+VARIANTS: dict[str, dict[str, Any] | None] = {"plain": None, "first": {"method": "first"}, "whole": {"method": "whole"}}
 
 
 def model_of() -> Any:
@@ -213,44 +211,49 @@ RUNS: dict[str, Callable[[int, dict[str, Any] | None], None]] = {
 }
 
 
-def seconds_per_step(run: Callable[[int, dict[str, Any] | None], None], steps: int, options: dict[str, Any] | None) -> float:
-    """Return the mean processor time between two optimizer steps behind the warm-up."""
-    stamps: list[float] = []
-    hook = register_optimizer_step_post_hook(lambda *_: stamps.append(time.process_time()))
+def seconds_per_step(
+    run: Callable[[int, dict[str, Any] | None], None], steps: int, options: dict[str, Any] | None
+) -> tuple[float, float]:
+    """Return the mean CPU and wall time between two optimizer steps behind the warm-up."""
+    stamps: list[tuple[float, float]] = []
+    hook = register_optimizer_step_post_hook(lambda *_: stamps.append((time.process_time(), time.perf_counter())))
     try:
         run(steps, options)
     finally:
         hook.remove()
-    gaps = [b - a for a, b in itertools.pairwise(stamps)]
-    return statistics.fmean(gaps[WARM_UP:])
+    (cpu, wall), (cpu_after, wall_after) = stamps[WARM_UP], stamps[-1]
+    count = len(stamps) - 1 - WARM_UP
+    return (cpu_after - cpu) / count, (wall_after - wall) / count
 
 
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=149)
     parser.add_argument("--only", default=",".join(RUNS), help="names of runs")
     args = parser.parse_args()
-    if args.steps < WARM_UP + 2:
-        parser.error(f"--steps: at least {WARM_UP + 2}, of which {WARM_UP} warm up")
+    if args.steps < WARM_UP + 51:
+        parser.error(f"--steps: at least {WARM_UP + 51}, of which {WARM_UP} warm up")
     warnings.simplefilter("ignore")
     logging.getLogger("inrun").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     chosen = [name for name in RUNS if name in args.only]
-    mean = {(name, variant): 0.0 for name in chosen for variant in VARIANTS}
+    mean = {(name, variant): (0.0, 0.0) for name in chosen for variant in VARIANTS}
     for turn in range(args.rounds):
         for name in chosen:
             for variant, options in VARIANTS.items():
                 found = seconds_per_step(RUNS[name], args.steps, options)
-                mean[name, variant] += found / args.rounds
-                print(f"round {turn}  {name:12} {variant:6} {1000 * found:7.1f} ms", file=sys.stderr, flush=True)
-    print("| | plain, ms per step | step game | whole credit |")
+                before = mean[name, variant]
+                mean[name, variant] = (before[0] + found[0] / args.rounds, before[1] + found[1] / args.rounds)
+                ms = f"{1000 * found[0]:7.1f} ms CPU {1000 * found[1]:7.1f} ms wall"
+                print(f"round {turn}  {name:12} {variant:6} {ms}", file=sys.stderr, flush=True)
+    print("| | plain, ms per step (CPU, wall) | first, of plain (CPU, wall) | whole credit, of plain (CPU, wall) |")
     print("|---|---|---|---|")
     for name in chosen:
         plain = mean[name, "plain"]
-        cells = [f"{1000 * mean[name, v]:.0f} ({mean[name, v] / plain:.2f}x)" for v in ("step", "whole")]
-        print(f"| {name} | {1000 * plain:.0f} | {cells[0]} | {cells[1]} |")
+        ratios = [f"{mean[name, v][0] / plain[0]:.2f}, {mean[name, v][1] / plain[1]:.2f}" for v in ("first", "whole")]
+        print(f"| {name} | {1000 * plain[0]:.0f}, {1000 * plain[1]:.0f} | {ratios[0]} | {ratios[1]} |")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def write(folder: Path, count: int, whole: bool) -> None:
     rng = np.random.default_rng(1)
     batch = max(count * USES // STEPS, 1)
     order = np.concatenate([rng.permutation(count) for _ in range(USES)])
-    about = {"method": "midpoint", "model": "made up", **({"credit": "whole"} if whole else {})}
+    about = {"method": "whole" if whole else "step", "model": "made up"}
     with Ledger(folder, about=about, flush_every=500_000) as ledger:
         ledger.register_samples(samples(count))
         used: dict[int, np.ndarray] = {}
