@@ -53,7 +53,7 @@ class Layouts:
         self._unread: set[Tap] = set()
         self._dead: set[Any] = set()
         self._outputs: list[Tensor] = []
-        self._fresh = True
+        self.fresh = True
         self._hooks: list[Any] = []
         self._told = False
 
@@ -62,7 +62,7 @@ class Layouts:
         if samples.documents is not None or samples != self.samples:
             self._made.clear()
         self.end()
-        self.samples, self._fresh = samples, fresh
+        self.samples, self.fresh = samples, fresh
         self._reentry.enter_context(no_reentry())
         # Between microbatches the model has no hooks of ours: what is compiled of it then does not know of them.
         self._hooks = [
@@ -95,9 +95,9 @@ class Layouts:
     def known(self, tap: Tap, again: bool = False) -> Layout | None:
         """Return the layout of a tap, if it was read before; ``again`` where the tap is one of a recomputation."""
         name, shapes = self._names.get(tap.key, ("", set()))
-        if tap.key in self._dead and not self._fresh:
+        if tap.key in self._dead and not self.fresh:
             return UNREAD
-        if (self._fresh and not again) or not name:
+        if (self.fresh and not again) or not name or self.tape.moves.chosen:
             return None
         shape = (self.samples.n, tuple(tap.shape))
         if shape not in shapes and len(shapes) < SEEN:

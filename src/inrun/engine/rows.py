@@ -117,6 +117,15 @@ class RowProbe:
                     f"{tap.name} returns {tuple(tap.shape)} for {self.samples.n} samples, and its rows cannot be assigned to them. "
                     "Give one id per row, samples in the first dimension."
                 )
+        for tap in self.taps:
+            if tap.moved is not None and tap.who is not None:
+                own = tap.moved.view(-1, *[1] * (tap.who.ndim - 1))
+                if not bool(((tap.who == own) | (tap.who == SILENT)).all()):
+                    raise RowOwnershipError(
+                        f"{tap.name} reads rows of the batch that the model has mixed or put into another order, and its outputs "
+                        "do not have them back in place. Scores would go to the wrong samples. Do this before the model is "
+                        "called, and give the ids in the order of the rows."
+                    )
         if disagree:
             raise RowOwnershipError(
                 "The rows of the model's outputs are not those of its inputs: samples meet or change places in between. Scores "

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from inrun.errors import RowOwnershipError
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors of nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
 
 
 @dataclass(frozen=True)

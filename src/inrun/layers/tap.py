@@ -124,6 +124,8 @@ class Tap:
     reads_inputs: bool = False
     edge: GradientEdge | None = None
     layout: Layout | None = None
+    #: The sample of every row of its input, where the model moved them before.
+    moved: Tensor | None = None
     #: The sample of every entry as the row probe saw it (``rows.py``).
     who: Tensor | None = None
     #: Where rows of tables leave, by the place of the table (made by its reader).

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from inrun.errors import InrunError, StepError
 from inrun.layers.backward import BACKWARD, differentiate, run_backward
-from inrun.layers.layout import Layout
+from inrun.layers.layout import Layout, tensors_in
+from inrun.layers.moves import Moves
 from inrun.layers.shares import rule_of_masks, rule_of_spread
 from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
 
@@ -45,18 +46,6 @@ def rule_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         return rule
 
     return add
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors of nested arguments."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
 
 
 def run_eagerly() -> AbstractContextManager[Any]:
@@ -121,11 +110,17 @@ class Tape(TorchFunctionMode):
         #: The strides between samples in the model's inputs, by storage.
         self._strides: dict[int, int] = {}
         self._stance: AbstractContextManager[Any] | None = None
+        self.moves = Moves()
 
     @property
     def blind(self) -> bool:
         """Whether taps read nothing: there is no sample, the rows could not be told, or nothing is trained."""
         return self.n == 0 or self.failed is not None
+
+    @property
+    def follows(self) -> bool:
+        """Whether rows are read anew, and what the model does to its inputs before is followed."""
+        return bool(self.layouts.fresh)
 
     # A microbatch
 
@@ -140,6 +135,7 @@ class Tape(TorchFunctionMode):
         self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
         self.inputs.clear()
         self.made.clear()
+        self.moves.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -158,6 +154,7 @@ class Tape(TorchFunctionMode):
         self.taps, self.new_taps, self.recomputed, self.sources, self.active = [], [], [], {}, False
         self.inputs.clear()
         self.made.clear()
+        self.moves.clear()
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
@@ -196,6 +193,7 @@ class Tape(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in STATISTICS:
             self.pass_rows(out)
+        self.moves.see(self, func, args, kwargs, out)
         return out
 
     def _meets_source(self, args: Any, kwargs: Any) -> bool:
@@ -289,6 +287,7 @@ class Tape(TorchFunctionMode):
             for t in given
             if id(t) not in self.sources
         )
+        tap.moved = next((r for t in given if (r := self.moves.of(t)) is not None and shape[:1] == r.shape), None)
         tap.layout = self.layouts.known(tap, self.recomputing) if not self.blind else Layout("all", 1)
         if self.recomputing:
             self.recomputed.append(tap)
