@@ -24,6 +24,7 @@ from inrun.engine.memory import Numbers, StepMemory
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.sketch_error import SketchErrors
 from inrun.errors import ConfigurationError, ValidationError
+from inrun.ledger.labels import Label
 from inrun.optimizers import Memory
 
 #: Steps after which running sums begin anew.
@@ -77,8 +78,8 @@ class Window:
 
     def __init__(self, sketcher: Sketcher, tables: Sequence[int]) -> None:
         self.sketcher, self.tables = sketcher, list(tables)
-        #: Validation losses; known with the first direction.
-        self.sets = 0
+        #: What the validation losses are; known with the first direction.
+        self.labels: list[Label] = []
         self.memory = StepMemory(len(sketcher.plans))
         self.slots: list[Slot] = []
         self.epochs: list[Epoch] = [sketcher.epoch(0, {})]
@@ -88,16 +89,23 @@ class Window:
         self.errors = SketchErrors(sketcher, self.tables)
         self.apart: dict[tuple[int, int], TableRows] = {}
 
-    def check_sets(self, sets: int, step: int) -> None:
-        """Take the number of validation losses; it must stay as it is."""
-        if self.sets == 0:
-            self.sets = sets
-            self._clear_sums(self.epoch)
-        elif self.sets != sets:
+    @property
+    def sets(self) -> int:
+        """Return the number of validation losses."""
+        return len(self.labels)
+
+    def check_labels(self, labels: Sequence[Label], step: int) -> None:
+        """Take what the validation losses are; it must stay as it is."""
+        if labels == self.labels:
+            return
+        if self.labels:
+            new, old = (", ".join(map(str, some)) for some in (labels, self.labels))
             raise ValidationError(
-                f"there are {sets} validation losses at step {step}, and there were {self.sets} before. Uses are paid over many "
-                "steps, so the number of points and folds must stay the same."
+                f"the validation losses at step {step} are {new}, and were {old} before. Uses are paid over many steps, so the "
+                "number of points and folds, and the names, must stay the same."
             )
+        self.labels = list(labels)
+        self._clear_sums(self.epoch)
 
     # Room
 
@@ -328,7 +336,7 @@ class Window:
         }
         places = [s.place for s in self.slots]
         return {
-            "sets": self.sets,
+            "labels": [[c.name, c.point, c.is_fold] for c in self.labels],
             "memory": self.memory.state_dict(),
             "shape": list(self.ring.shape),
             "slots": [
@@ -347,7 +355,7 @@ class Window:
             raise ConfigurationError(
                 f"the saved run kept {state['shape'][2]} numbers per sample, this accountant {sk.size}. Give the same sketch=."
             )
-        self.sets = state["sets"]
+        self.labels = [Label(*c) for c in state["labels"]]
         self.memory.load_state_dict(state["memory"])
         self.epochs = []
         for saved in state["epochs"]:
