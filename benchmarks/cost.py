@@ -208,10 +208,11 @@ def _turns(loop: TrainerLoop) -> Any:
     return Turns()
 
 
-def make(case: str, who: Contestant, steps: int) -> Loop | TrainerLoop:
+def make(case: str, who: Contestant, steps: int, batch: int | None = None) -> Loop | TrainerLoop:
     """Make a contestant that will train so many steps; all of a case begin with the same weights."""
     torch.manual_seed(0)
     task = CASES[case]()
+    task.batch = batch or task.batch
     return TrainerLoop(task, who, steps) if task.trainer else Loop(task, who)
 
 
@@ -247,7 +248,7 @@ class Timed:
 def time_case(case: str, who: list[Contestant], options: argparse.Namespace) -> list[Timed]:
     """Time the contestants of a case, plain training and the floor first."""
     rounds = math.ceil(options.steps / options.block)
-    loops = [make(case, x, options.warm_up + rounds * options.block) for x in who]
+    loops = [make(case, x, options.warm_up + rounds * options.block, options.batch) for x in who]
     timed = [Timed(x.name, options.block) for x in who]
     for x, loop in zip(who, loops, strict=True):
         tell(f"{case}: warm-up, {x.name}")
@@ -329,7 +330,7 @@ def be_measured(case: str, who: Contestant, options: argparse.Namespace) -> None
     # Everybody imports all of inrun, so that the difference is what training takes.
     _ = inrun.Accountant, inrun.MemoryLedger, inrun.paper
     steps = options.warm_up + options.block
-    loop = make(case, who, steps)
+    loop = make(case, who, steps, options.batch)
     loop.run(steps)
     print(json.dumps({"name": who.name, "steps": steps, "peak": peak_resident()}))
     sys.stdout.flush()
@@ -377,6 +378,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=60, help="steps before; whole credit's window is 44 steps at β₁ = 0.9")
     parser.add_argument("--block", type=int, default=4, help="consecutive steps of a turn")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, help="training rows of a step; by default the case's own")
     parser.add_argument("--sketch", type=int, help="numbers per sample of whole credit; by default chosen by model size")
     parser.add_argument("--only", choices=["time", "memory"], help="measure one of the two")
     parser.add_argument("--json", action="store_true")
@@ -410,7 +412,7 @@ def main() -> None:
             if "memory" in found[case]:
                 print_memory(case, found[case]["memory"])
     if options.json:
-        settings = {name: getattr(options, name) for name in ("steps", "warm_up", "block", "threads", "sketch")}
+        settings = {name: getattr(options, name) for name in ("steps", "warm_up", "block", "threads", "batch", "sketch")}
         print(
             json.dumps({**settings, "torch": torch.__version__, "contestants": [asdict(x) for x in who], "cases": found}, indent=1)
         )
