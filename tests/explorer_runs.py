@@ -37,7 +37,7 @@ class Written:
     def __init__(
         self, path: Path, labels: tuple[str, ...] = ("docs", "code#0", "code#1"), window: int | None = None, **more: Any
     ) -> None:
-        about = {"method": "midpoint", "model": "tiny", **({"credit": "whole"} if window else {})}
+        about = {"method": "whole" if window else "step", "model": "tiny"}
         self.path, self.labels, self.window = path, labels, window
         self.ledger = Ledger(path, about=about, **more)
         self.rng, self.step, self.used = np.random.default_rng(0), 0, {}

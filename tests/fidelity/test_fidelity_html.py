@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hostile_html import plain_text
-from inrun.fidelity import ChoiceResult, FidelityReport, UtilityReport
+from inrun.fidelity import FidelityReport, MethodResult, Truth, UtilityReport
 from report_payloads import PAYLOADS
 
 
 def report(name: str) -> FidelityReport:
-    result = ChoiceResult(name, name, [0.1, 0.2], 0.9, -0.5, 1e-3, 0.25)
-    return FidelityReport(3, name, 2, name, [0.1, 0.3], [0.0, 0.01], 0.4, [result])
+    result = MethodResult(name, "real", [0.1, 0.2], 0.9, -0.5, 1e-3, 0.25)
+    return FidelityReport(3, name, 2, name, {"real": Truth([0.1, 0.3], [0.0, 0.01], 0.4)}, [result])
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -26,7 +26,7 @@ def test_figures_are_those_of_the_table() -> None:
     text = plain_text(replace(report("first"), utility=utility)._repr_html_())
     for words in (
         "step 3, first, 2 samples",
-        "first+first",
+        "the step of the real optimizer",
         "0.9",
         "−0.5",
         "25.00 %",

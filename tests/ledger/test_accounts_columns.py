@@ -42,8 +42,19 @@ def test_one_number_per_optimizer(tmp_path: Path) -> None:
     assert [(row["lr"], row["clip"]) for row in rows] == [(0.1, 1.0)] * 2
 
 
+def test_measured_steps_name_their_largest_tensors(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    for row in inrun.Ledger.open(tmp_path / "run").accounts().to_pylist():
+        assert sorted(row["tensors"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert sum(row["tensor_shares"]) == pytest.approx(1.0) and row["tensor_shares"] == sorted(
+            row["tensor_shares"], reverse=True
+        )
+
+
 def test_books_from_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    older = pa.schema([f for f in schema.ACCOUNTS if not f.name.endswith("_by_optimizer")])
+    """Parts of earlier releases lack columns, and have one that is gone."""
+    older = pa.schema([f for f in schema.ACCOUNTS if f.name not in parts.NEWEST])
+    older = older.insert(5, pa.field("optimizer", pa.float64()))
     with monkeypatch.context() as patch:
         patch.setattr("inrun.ledger.buffer.ACCOUNTS", older)
         train(tmp_path / "run")
@@ -53,6 +64,6 @@ def test_books_from_before_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not verify(tmp_path / "run").problems
     accounts = run.accounts()
     assert accounts.schema.names == schema.ACCOUNTS.names
-    assert accounts["lr_by_optimizer"].null_count == len(accounts)
+    assert accounts["lr_by_optimizer"].null_count == accounts["tensors"].null_count == len(accounts)
     assert "validation" in str(summarise(accounts, "step"))
     assert run.scores(view="per_lr").num_rows == 5

@@ -421,7 +421,7 @@ def test_a_gpt_with_an_accountant_attached(tied: bool) -> None:
         return F.cross_entropy(m(rows[:, :-1]).transpose(1, 2), rows[:, 1:], reduction="none").mean(1) / len(rows)
 
     bare = StepGame(model, optimizer, tiny.validation(), parts, max_norm=1.0, chunk=1).utilities(all_masks(3))
-    accountant = inrun.Accountant(model, optimizer, tiny.validation(), credit="step")
+    accountant = inrun.Accountant(model, optimizer, tiny.validation(), method="step")
     game = StepGame(model, optimizer, tiny.validation(), parts, max_norm=1.0)
     torch.testing.assert_close(game.utilities(all_masks(3)), bare, rtol=0, atol=1e-13)
     assert game._rows > 1

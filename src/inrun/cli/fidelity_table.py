@@ -27,7 +27,7 @@ def print_table(config: FidelityConfig, cells: list[Cell]) -> None:
         table.add_row(
             f"{row['lr']:.0e}".replace("e-0", "e-"),
             str(row["step"]),
-            row["choice"],
+            row["method"],
             f"{row['spearman_min']:.3f}/{row['spearman_median']:.3f}",
             f"{row['rmse_median']:.1e}",
             f"{row['spread_median']:.1e}",

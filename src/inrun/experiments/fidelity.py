@@ -39,10 +39,10 @@ def run_fidelity(config: FidelityConfig, tell: Callable[[str, int, int], None] =
             state.optimizer,
             state.validation,
             state.sample_losses,
-            choices=config.resolved_choices(),
+            methods=config.methods,
+            game="sgd" if config.proxy else "real",
             max_norm=state.max_norm,
             permutations=config.permutations,
-            proxy=config.proxy,
             subsets=config.subsets,
             seed=state.seed,
             step=state.step,
@@ -54,11 +54,12 @@ def run_fidelity(config: FidelityConfig, tell: Callable[[str, int, int], None] =
 
 
 def tabulate(cells: list[Cell]) -> list[dict[str, Any]]:
-    """Return one row per learning rate, step and choice: worst, median and best over seeds."""
+    """Return one row per learning rate, step and method: worst, median and best over seeds."""
     rows = []
     keys = sorted({(c.lr, c.report.step) for c in cells})
     for lr, step in keys:
         mine = [c.report for c in cells if (c.lr, c.report.step) == (lr, step)]
+        truths = [truth for report in mine for truth in report.truths.values()]
         for index, choice in enumerate(mine[0].results):
             found = [report.results[index] for report in mine]
             spearman = [r.spearman for r in found]
@@ -66,16 +67,16 @@ def tabulate(cells: list[Cell]) -> list[dict[str, Any]]:
                 {
                     "lr": lr,
                     "step": step,
-                    "choice": choice.name,
+                    "method": choice.method,
                     "seeds": len(found),
                     "spearman_min": min(spearman),
                     "spearman_median": statistics.median(spearman),
                     "pearson_min": min(r.pearson for r in found),
                     "rmse_median": statistics.median(r.rmse for r in found),
-                    "spread_median": statistics.median(sum(abs(x) for x in r.shapley) / r.n for r in mine),
+                    "spread_median": statistics.median(statistics.fmean(map(abs, t.shapley)) for t in truths),
                     "residual_max": max(r.residual for r in found),
                     "residual_median": statistics.median(r.residual for r in found),
-                    "noise": max(max(r.standard_errors) for r in mine),
+                    "noise": max(max(t.standard_errors) for t in truths),
                 }
             )
     return rows
@@ -168,11 +169,12 @@ def run(config: StudyConfig, work: Work) -> Findings:
 
 
 def summarise(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per learning rate, step and choice: mean over seeds, worst Spearman, RMSE also of the mean |true value|."""
+    """Return one row per learning rate, step and method: mean over seeds, worst Spearman, RMSE also of the mean |true value|."""
     rows = []
     for lr, step in sorted({(c["lr"], c["step"]) for c in cells}):
         mine = [c for c in cells if (c["lr"], c["step"]) == (lr, step)]
-        sizes = [statistics.fmean(map(abs, c["shapley"])) for c in mine]
+        truths = [truth for c in mine for truth in c["truths"].values()]
+        sizes = [statistics.fmean(map(abs, truth["shapley"])) for truth in truths]
         for index, choice in enumerate(mine[0]["results"]):
             found = [c["results"][index] for c in mine]
             ranks = [r["spearman"] for r in found]
@@ -180,7 +182,7 @@ def summarise(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 {
                     "lr": lr,
                     "step": step,
-                    "choice": f"{choice['method']}+{choice['update']}",
+                    "method": choice["method"],
                     "spearman": statistics.fmean(ranks),
                     "spearman_deviation": statistics.stdev(ranks) if len(ranks) > 1 else 0.0,
                     "spearman_worst": min(ranks),
@@ -188,7 +190,7 @@ def summarise(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "rmse_relative": statistics.fmean(r["rmse"] / size for r, size in zip(found, sizes, strict=True)),
                     "mean_absolute_value": statistics.fmean(sizes),
                     "residual": statistics.fmean(r["residual"] for r in found),
-                    "truth_error": max(max(c["standard_errors"]) / size for c, size in zip(mine, sizes, strict=True)),
+                    "truth_error": max(max(t["standard_errors"]) / size for t, size in zip(truths, sizes, strict=True)),
                 }
             )
     return rows
@@ -208,7 +210,7 @@ def _table(name: str, summary: list[dict[str, Any]], config: StudyConfig) -> Tab
             f"{row['residual']:.2g}",
         ]
         rmse, rank = PAPER.get(row["lr"], (None, None)) if own else (None, None)
-        rows.append([f"{row['lr']:g}", row["step"], row["choice"], *ours, *([rank, rmse] if own else [])])
+        rows.append([f"{row['lr']:g}", row["step"], row["method"], *ours, *([rank, rmse] if own else [])])
     caption = f"{config.permutations} antithetic permutations. Residual: |Σ scores − truth's total| / Σ|scores|."
     title = f"{name}: {GAMES[name]}"
     return Table(title, [*columns, *(["paper: Spearman", "RMSE"] if own else [])], rows, caption)

@@ -21,27 +21,20 @@ def draw(games: dict[str, Any], path: Path) -> None:
         last = max(c["step"] for c in game["cells"])
         for axis, lr in zip(row, lrs, strict=True):
             cells = [c for c in game["cells"] if (c["lr"], c["step"]) == (lr, last)]
-            _panel(axis, cells, _shown(cells))
+            _panel(axis, cells)
             axis.set_title(f"{name}: lr {lr:g}, step {last}", fontsize=10)
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def _shown(cells: list[dict[str, Any]]) -> list[int]:
-    """Return which choices are drawn: the first two and the best of a quadrature's first point, at most three."""
-    names = [result["method"] for result in cells[0]["results"]]
-    plain = [k for k, name in enumerate(names) if ":" not in name]
-    return plain if len(plain) <= len(COLOURS) else [plain[0], plain[1], plain[-1]]
-
-
-def _panel(axis: Any, cells: list[dict[str, Any]], shown: list[int]) -> None:
-    truth = [x for c in cells for x in c["shapley"]]
-    errors = [x for c in cells for x in c["standard_errors"]]
-    for colour, index in zip(COLOURS, shown, strict=False):
-        result = cells[0]["results"][index]
+def _panel(axis: Any, cells: list[dict[str, Any]]) -> None:
+    truths = [t for c in cells for t in c["truths"].values()]
+    truth = [x for t in truths for x in t["shapley"]]
+    errors = [x for t in truths for x in t["standard_errors"]]
+    for colour, (index, result) in zip(COLOURS, enumerate(cells[0]["results"]), strict=False):
         scores = [x for c in cells for x in c["results"][index]["contributions"]]
         mean = sum(c["results"][index]["spearman"] for c in cells) / len(cells)
-        label = f"{result['method']}+{result['update']}, ρ {mean:.3f}"
+        label = f"{result['method']}, ρ {mean:.3f}"
         axis.errorbar(truth, scores, xerr=errors, fmt="o", ms=3, lw=0.6, color=colour, alpha=0.8, label=label)
     span = [min(truth), max(truth)]
     axis.plot(span, span, color="0.6", lw=1, zorder=0)

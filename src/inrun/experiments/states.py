@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from inrun.corpus.python_texts import pieces_of
 from inrun.errors import ConfigurationError
-from inrun.fidelity import usual_choices
+from inrun.fidelity import STEP_METHODS
+from inrun.methods import PROXY
 from inrun.training.config import Model
 from inrun.training.loss import next_token_loss, row_losses
 from inrun.training.models import build_model
@@ -44,11 +45,11 @@ class FidelityConfig:
     heads: int = 4
     validation_rows: int = 4
     subsets: int = 0
-    choices: tuple[tuple[str, str], ...] = field(default=())
 
-    def resolved_choices(self) -> tuple[tuple[str, str], ...]:
-        """Return the choices, or the usual ones for this game."""
-        return self.choices or usual_choices(sgd=self.proxy or self.optimizer == "sgd")
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Return the methods that are judged: all by the real step, those of the paper by its SGD step."""
+        return PROXY if self.proxy else STEP_METHODS
 
 
 def _cut_bytes(text: str, size: int) -> Iterator[bytes]:

@@ -1,7 +1,8 @@
 """How close the Taylor expansions are to what a step does: U(S) of random subsets of the batch, true and expanded.
 
 U(S) = ℓ(w) − ℓ(w + Δ_S), U₁(S) = −⟨∇ℓ, Δ_S⟩, U₂(S) = U₁(S) − ½Δ_SᵀHΔ_S, with Δ_S the move that the optimizer makes on the
-gradient of the samples in S alone. Beside them what scores say, U(∅) + Σ_{n∈S} c_n, with the gradient in the middle of the move.
+gradient of the samples in S alone. Beside them what scores say, U(∅) + Σ_{n∈S} c_n, by ``method="step"``,
+and in the SGD game by ``"second"``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from inrun.fidelity.rewind import rewound
 from inrun.truth import StepGame, agreement
 
 #: The expansions and the scores, as they are called in tables.
-KINDS = {"one": "first order", "two": "second order", "scores": "sum of midpoint scores"}
+KINDS = {"one": "first order", "two": "second order", "scores": "sum of scores"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ NOTES = (
 def _look(state: State, proxy: bool, subsets: int) -> dict[str, Any]:
     """Return the true and the expanded utilities of random subsets at one state."""
     optimizers = [state.optimizer]
-    update = "sgd" if proxy else "secant"
-    c = score_once(state.model, optimizers, state.validation, state.sample_losses, "midpoint", update, state.max_norm, {})
+    method = "second" if proxy else "step"
+    c = score_once(state.model, optimizers, state.validation, state.sample_losses, method, state.max_norm)
     with rewound(state.model, optimizers):
         game = StepGame(state.model, optimizers, state.validation, state.sample_losses, max_norm=state.max_norm, proxy=proxy)
         masks = random_subsets(game.n, subsets, state.seed)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from inrun.fidelity.study import FidelityReport, Progress, fidelity, usual_choices
 from inrun.engine import Accountant
+from inrun.fidelity.study import STEP_METHODS, FidelityReport, Progress, fidelity
 
 
 def beside(
@@ -15,7 +15,8 @@ def beside(
     sample_losses: Callable[[nn.Module], Tensor],
     *,
     validation: str | None = None,
-    choices: Sequence[tuple[str, str]] | None = None,
+    methods: Sequence[str] = STEP_METHODS,
+    game: str | None = None,
     max_norm: float | None = None,
     permutations: int = 300,
     exact: bool = False,
@@ -23,7 +24,7 @@ def beside(
     seed: int = 0,
     progress: Progress = None,
 ) -> FidelityReport:
-    """Hold methods against the Shapley values of the real game of an accountant's next step.
+    """Hold methods against the Shapley values of an accountant's next step.
 
     The step is taken back: weights, optimizer state, gradients and random state stay as they are.
 
@@ -31,7 +32,8 @@ def beside(
         accountant: Of the run; between two steps.
         sample_losses: ``model -> [n]``, each sample's part of the batch loss of the step to look at.
         validation: Which validation set (default: the first).
-        choices: (method, update) pairs; default: the accountant's, and the usual ones beside it.
+        methods: "step", "first" and "second", or some of them.
+        game: "real" or "sgd" for all methods; None for each method's own, see :func:`inrun.fidelity.fidelity`.
         max_norm: What the training loop gives to ``clip_grad_norm_``.
         permutations: Permutations of the truth; ``exact`` enumerates all subsets instead (at most 16 samples).
         exact: See ``permutations``.
@@ -40,17 +42,17 @@ def beside(
         progress: Called with done and total; True shows a bar.
 
     Returns:
-        Spearman, Pearson, RMSE and residual of each choice; ``str()`` is a table, ``save_picture`` draws the scatter.
+        Spearman, Pearson, RMSE and residual of each method; ``str()`` is a table, ``save_picture`` draws the scatter.
     """
     name, loss = accountant.validation_loss(validation)
-    usual, own = usual_choices(), (accountant.method, accountant.update)
     with accountant.suspended():
         return fidelity(
             accountant.model,
             accountant.optimizers,
             loss,
             sample_losses,
-            choices=choices or (usual if own in usual else (*usual, own)),
+            methods=methods,
+            game=game,
             max_norm=max_norm,
             permutations=permutations,
             exact=exact,

@@ -30,12 +30,13 @@ def draw_scatter(report: FidelityReport, path: str) -> None:
     rows = -(-panels // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.0 * columns, 3.8 * rows), squeeze=False, layout="constrained")
     for axis, result in zip(axes.flat, report.results, strict=False):
-        axis.errorbar(report.shapley, result.contributions, xerr=report.standard_errors, fmt="o", ms=4, lw=0.8, color="#1f6f8b")
-        span = [min(*report.shapley, *result.contributions), max(*report.shapley, *result.contributions)]
+        truth = report.truths[result.game]
+        axis.errorbar(truth.shapley, result.contributions, xerr=truth.standard_errors, fmt="o", ms=4, lw=0.8, color="#1f6f8b")
+        span = [min(*truth.shapley, *result.contributions), max(*truth.shapley, *result.contributions)]
         axis.plot(span, span, color="0.7", lw=1, zorder=0)
         axis.axhline(0, color="0.9", lw=0.8, zorder=0)
         axis.axvline(0, color="0.9", lw=0.8, zorder=0)
-        axis.set_title(f"{result.name}\nSpearman {result.spearman:.3f}, RMSE {result.rmse:.1e}", fontsize=10)
+        axis.set_title(f"{result.method}, game: {result.game}\nSpearman {result.spearman:.3f}, RMSE {result.rmse:.1e}", fontsize=10)
         axis.set_xlabel("true Shapley value", fontsize=9)
         axis.set_ylabel("contribution", fontsize=9)
         axis.ticklabel_format(style="sci", scilimits=(-2, 2))
@@ -55,6 +56,6 @@ def draw_scatter(report: FidelityReport, path: str) -> None:
         axis.legend(fontsize=8, frameon=False)
     for axis in list(axes.flat)[panels:]:
         axis.set_visible(False)
-    figure.suptitle(f"step {report.step}, {report.validation}, {report.n} samples, truth: {report.truth}", fontsize=11)
+    figure.suptitle(f"step {report.step}, {report.validation}, {report.n} samples, truth: {report.evaluated}", fontsize=11)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,59 +1,49 @@
-"""One step of a real model: what every method says, beside the Shapley values of the real game."""
+"""One step of a real model: what every method says, beside the Shapley values of the game that it is derived for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from inrun.engine import Accountant
+from inrun.errors import ConfigurationError
 from inrun.fidelity.rewind import rewound
 from inrun.fidelity.utility import UtilityReport, utility_agreement
-from inrun.engine import Accountant
-from inrun.methods import METHODS
-from inrun.truth import Agreement, StepGame, agreement, enumerate_values, sample_values
+from inrun.methods import PROXY
+from inrun.truth import StepGame, agreement, enumerate_values, sample_values
 
 Progress = Callable[[int, int], None] | bool | None
-
-
-def usual_choices(sgd: bool = False) -> tuple[tuple[str, str], ...]:
-    """Return the (method, update) pairs that are tried unless others are named, as the registry of methods has them.
-
-    ``midpoint:gauss2`` is midpoint with that quadrature.
-
-    Args:
-        sgd: For the game of plain SGD, where all updates are one: every method that makes sense there, once.
-    """
-    if sgd:
-        return tuple((name, "sgd") for name, method in METHODS.items() if "sgd" not in method.refuses)
-    return tuple(
-        (name if variant is None else f"{name}:{variant}", update)
-        for update in UPDATES
-        for name, method in METHODS.items()
-        if update in method.studied_with
-        for variant in (None, *method.studied_variants)
-    )
+#: The methods that score a step by itself. Whole credit is paid over later steps, and no game of one step is its truth.
+STEP_METHODS = ("step", *PROXY)
+#: The games: what moves the weights when only some of the samples take part.
+GAMES = {"real": "the step of the real optimizer", "sgd": "the paper's step of plain SGD"}
 
 
 @dataclass(frozen=True)
-class ChoiceResult:
-    """One method and update beside the truth."""
+class Truth:
+    """The Shapley values of a game, with their standard errors, and their sum."""
+
+    shapley: list[float]
+    standard_errors: list[float]
+    total: float
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One method beside the Shapley values of a game."""
 
     method: str
-    update: str
+    game: str
     contributions: list[float]
     spearman: float
     pearson: float
     rmse: float
     #: |Σ c_n − truth's total| / Σ |c_n|.
     residual: float
-
-    @property
-    def name(self) -> str:
-        """Return ``method+update``."""
-        return f"{self.method}+{self.update}"
 
 
 @dataclass(frozen=True)
@@ -63,37 +53,38 @@ class FidelityReport:
     step: int
     validation: str
     n: int
-    #: "exact" or the number of permutations.
-    truth: str
-    shapley: list[float]
-    standard_errors: list[float]
-    total: float
-    results: list[ChoiceResult]
+    #: How the truths were evaluated: over all subsets, or so many permutations.
+    evaluated: str
+    #: By game, see :data:`GAMES`.
+    truths: dict[str, Truth]
+    results: list[MethodResult]
     utility: UtilityReport | None = None
-    about: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        results = [vars(r) for r in self.results]
-        return {**vars(self), "results": results, "utility": None if self.utility is None else vars(self.utility)}
+        return asdict(self)
 
-    def __getitem__(self, name: str) -> ChoiceResult:
-        """Return the result of ``method+update``."""
+    def __getitem__(self, method: str) -> MethodResult:
+        """Return the result of a method."""
         for result in self.results:
-            if result.name == name:
+            if result.method == method:
                 return result
-        raise KeyError(f"{name}: tried were {', '.join(r.name for r in self.results)}")
+        raise KeyError(f"{method}: tried were {', '.join(r.method for r in self.results)}")
+
+    def _truths(self) -> list[str]:
+        return [
+            f"{name}: {GAMES[name]}, {self.evaluated}; total {t.total:+.3e}, largest standard error "
+            f"{max(t.standard_errors, default=0.0):.1e}"
+            for name, t in self.truths.items()
+        ]
 
     def __str__(self) -> str:
         """Return the table."""
-        noise = max(self.standard_errors, default=0.0)
-        lines = [
-            f"step {self.step}, {self.validation}, {self.n} samples; truth: {self.truth}, total {self.total:+.3e}, "
-            f"largest standard error {noise:.1e}",
-            f"{'':<18}{'Spearman':>9}{'Pearson':>9}{'RMSE':>10}{'|Σc − truth|/Σ|c|':>20}",
-        ]
+        lines = [f"step {self.step}, {self.validation}, {self.n} samples", *self._truths()]
+        lines.append(f"{'':<10}{'game':<6}{'Spearman':>9}{'Pearson':>9}{'RMSE':>10}{'|Σc − truth|/Σ|c|':>20}")
         lines += [
-            f"{r.name:<18}{r.spearman:>9.3f}{r.pearson:>9.3f}{r.rmse:>10.2e}{100 * r.residual:>18.2f} %" for r in self.results
+            f"{r.method:<10}{r.game:<6}{r.spearman:>9.3f}{r.pearson:>9.3f}{r.rmse:>10.2e}{100 * r.residual:>18.2f} %"
+            for r in self.results
         ]
         if self.utility is not None:
             lines.append(str(self.utility))
@@ -103,11 +94,9 @@ class FidelityReport:
         """Return the table for a notebook."""
         from inrun.notebook import block, lines, table
 
-        header = ("method", "Spearman", "Pearson", "RMSE", "|Σc − truth| / Σ|c|")
-        rows = [(r.name, r.spearman, r.pearson, r.rmse, f"{100 * r.residual:.2f} %") for r in self.results]
-        noise = max(self.standard_errors, default=0.0)
-        said = [f"Truth: {self.truth}; in all {self.total:+.3e}, largest standard error {noise:.1e}."]
-        said += [] if self.utility is None else [str(self.utility)]
+        header = ("method", "game", "Spearman", "Pearson", "RMSE", "|Σc − truth| / Σ|c|")
+        rows = [(r.method, r.game, r.spearman, r.pearson, r.rmse, f"{100 * r.residual:.2f} %") for r in self.results]
+        said = self._truths() + ([] if self.utility is None else [str(self.utility)])
         return block(f"Fidelity at step {self.step}, {self.validation}, {self.n} samples", table(header, rows), lines(said))
 
     def save_picture(self, path: str) -> None:
@@ -123,19 +112,17 @@ def score_once(
     validation: Callable[[nn.Module], Tensor],
     sample_losses: Callable[[nn.Module], Tensor],
     method: str,
-    update: str,
-    max_norm: float | None,
-    options: Mapping[str, Any],
+    max_norm: float | None = None,
 ) -> Tensor:
     """Run one scored step and put everything back; return the contributions ``[n]``."""
+    if method not in STEP_METHODS:
+        raise ConfigurationError(
+            f"method is {method!r}. Accepted are {', '.join(STEP_METHODS)}. Whole credit is paid over later steps."
+        )
     with rewound(model, optimizers), torch.no_grad():
         n = len(sample_losses(model))
-    method, _, quadrature = method.partition(":")
-    if not quadrature and method in METHODS and METHODS[method].adaptive:
-        quadrature = "midpoint"  # the rule itself is studied, not what mends it
-    chosen = {"method": method, "update": update, "quadrature": quadrature or None, "audit_every": 0, **options}
-    with rewound(model, optimizers), Accountant(model, list(optimizers), validation, **chosen) as accountant:
-        accountant.hush()  # one line per method tried would drown the table
+    options = {"method": method, "sketch": "exact"} if method == "step" else {"method": method}
+    with rewound(model, optimizers), Accountant(model, list(optimizers), validation, audit_every=0, **options) as accountant:
         with accountant.step(range(n)):
             sample_losses(model).sum().backward()
             if max_norm is not None:
@@ -151,59 +138,64 @@ def fidelity(
     validation: Callable[[nn.Module], Tensor],
     sample_losses: Callable[[nn.Module], Tensor],
     *,
-    choices: Sequence[tuple[str, str]] | None = None,
+    methods: Sequence[str] = STEP_METHODS,
+    game: str | None = None,
     max_norm: float | None = None,
     permutations: int = 300,
     exact: bool = False,
-    proxy: bool = False,
     subsets: int = 0,
     seed: int = 0,
     step: int = 0,
     name: str = "validation",
     progress: Progress = None,
-    options: Mapping[str, Any] | None = None,
 ) -> FidelityReport:
-    """Compare methods with the real game of the next step of this model and optimizer; nothing is changed.
+    """Compare methods with the Shapley values of the next step of this model and optimizer; nothing is changed.
 
     Args:
         model: The model, without an accountant (``accountant.fidelity`` takes care of that).
         optimizer: Its optimizer or optimizers, in the state from which the step would be made.
         validation: ``model -> scalar loss``.
         sample_losses: ``model -> [n]``: each sample's part of the batch loss; their sum is what is trained on.
-        choices: (method, update) pairs to try; default: :func:`usual_choices`.
+        methods: "step", "first" and "second", or some of them.
+        game: Judge all methods by one game: "real" (the optimizer's step) or "sgd" (the paper's, w ← w − lr·G). None judges
+            "first" and "second" by the SGD game, which they are derived for, and "step" by the real one.
         max_norm: The training loop's ``clip_grad_norm_``.
         permutations: Permutations of the truth, in antithetic pairs.
         exact: Enumerate all subsets instead (at most 16 samples).
-        proxy: Hold them against the paper's SGD game (w ← w − lr·G) instead of the optimizer's.
-        subsets: Compare the Taylor utilities with the true utility on so many random subsets.
+        subsets: Compare the Taylor utilities with the true utility on so many random subsets, in the first of the games.
         seed: Of permutations and subsets.
         step: For the report.
         name: Of the validation set, for the report.
-        progress: Called with done and total subsets of the truth; True shows a bar.
-        options: More arguments for the accountants.
+        progress: Called with done and total subsets of each truth; True shows a bar.
     """
+    if game is not None and game not in GAMES:
+        raise ConfigurationError(f"game is {game!r}. Accepted are {', '.join(GAMES)}, and None for each method's own.")
+    if not methods:
+        raise ConfigurationError(f"methods is empty. Accepted are {', '.join(STEP_METHODS)}.")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    estimates = [
-        (method, update, score_once(model, optimizers, validation, sample_losses, method, update, max_norm, options or {}))
-        for method, update in (usual_choices() if choices is None else choices)
-    ]
-    with rewound(model, optimizers):
-        game = StepGame(model, optimizers, validation, sample_losses, max_norm=max_norm, proxy=proxy)
-        truth = enumerate_values(game, progress) if exact else sample_values(game, permutations, seed, progress=progress)
-        utility = utility_agreement(game, subsets, seed) if subsets else None
+    scores = {m: score_once(model, optimizers, validation, sample_losses, m, max_norm) for m in methods}
+    games = {m: game or ("sgd" if m in PROXY else "real") for m in scores}
+    truths: dict[str, Truth] = {}
+    utility = None
+    for played in dict.fromkeys(games.values()):
+        with rewound(model, optimizers):
+            scene = StepGame(model, optimizers, validation, sample_losses, max_norm=max_norm, proxy=played == "sgd")
+            found = enumerate_values(scene, progress) if exact else sample_values(scene, permutations, seed, progress=progress)
+            truths[played] = Truth(found.values.tolist(), found.standard_errors.tolist(), found.total)
+            if subsets and utility is None:
+                utility = utility_agreement(scene, subsets, seed)
     results = []
-    for method, update, c in estimates:
-        found: Agreement = agreement(c, truth.values)
+    for method, c in scores.items():
+        truth = truths[games[method]]
+        met = agreement(c, truth.shapley)
         off = abs(float(c.sum()) - truth.total) / max(float(c.abs().sum()), 1e-300)
-        results.append(ChoiceResult(method, update, c.tolist(), found.spearman, found.pearson, found.rmse, off))
+        results.append(MethodResult(method, games[method], c.tolist(), met.spearman, met.pearson, met.rmse, off))
     return FidelityReport(
         step=step,
         validation=name,
-        n=game.n,
-        truth="all subsets" if exact else f"{permutations} permutations",
-        shapley=truth.values.tolist(),
-        standard_errors=truth.standard_errors.tolist(),
-        total=truth.total,
+        n=len(next(iter(scores.values()))),
+        evaluated="all subsets" if exact else f"{permutations} permutations",
+        truths=truths,
         results=results,
         utility=utility,
     )
