@@ -192,7 +192,7 @@ def test_audit_reads_both_kinds_of_folders(tmp_path) -> None:
     first, second = (invoke(["audit"], str(tmp_path / name)) for name in ("disk", "saved"))
     assert first.exit_code == 0, first.output
     assert first.output == second.output
-    assert "v: first+frozen, 3 steps, 3 audited" in first.output
+    assert "v: method first, 3 steps, 3 audited" in first.output
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def job_of(config: TrainConfig) -> Iterator[Job]:
             dist.init_process_group(backend, timeout=timedelta(seconds=config.distributed.timeout))
         except (RuntimeError, ValueError) as error:
             raise ProcessError(f"rank {rank} of {world} did not find the others: {str(error).splitlines()[0][:300]}") from error
-    job = Job(find_processes(None, dist.group.WORLD, device), str(device))
+    job = Job(find_processes(dist.group.WORLD, device), str(device))
     with job.named_errors():
         yield job
     if own:  # not after an error: others may be gone, and the process ends
