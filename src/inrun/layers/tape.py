@@ -58,6 +58,11 @@ def run_eagerly() -> AbstractContextManager[Any]:
     raise StepError("a step began inside compiled code. Open accountant.step() outside of the function that is compiled.")
 
 
+def _is_shared(t: Tensor, n: int, lengths: set[int]) -> bool:
+    """Return whether numbers are the same for all n samples: positions ``[1, t]``, or ``[t]`` beside a batch ``[n, t]``."""
+    return (t.dim() > 1 and len(t) == 1) or (t.dim() == 1 and len(t) != n and len(t) in lengths)
+
+
 class Known:
     """Tensors by identity, held weakly."""
 
@@ -160,9 +165,16 @@ class Tape(TorchFunctionMode):
             self._stance = None
 
     def take_inputs(self, values: Any) -> None:
-        """Note tensors that are given to the model."""
-        for t in tensors_in(values):
-            if id(t) not in self.constants:
+        """Note tensors that are given to the model: row i of a batch is sample i, wherever it came from."""
+        self.moves.clear()
+        given, packed = list(tensors_in(values)), self.layouts.samples.documents is not None
+        lengths = {t.shape[1] for t in given if t.dim() > 1 and len(t) == self.n}
+        for t in given:
+            if id(t) in self.constants:
+                continue
+            if not packed and self.n > 1 and not t.is_floating_point() and _is_shared(t, self.n, lengths):
+                self.made.add(t)
+            else:
                 self.inputs.add(t)
                 if t.shape[:1] == (self.n,) and t.layout is torch.strided:
                     self._strides[t.untyped_storage()._cdata] = t.stride(0)
