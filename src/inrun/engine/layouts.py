@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inrun.engine.rows import RowProbe, Samples
-from inrun.errors import RowOwnershipError
+from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers.checkpoints import no_reentry, no_trace
 from inrun.layers.layout import UNREAD, Layout
 from inrun.layers.tap import Tap
@@ -83,7 +83,18 @@ class Layouts:
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.tape.active:
+            self._check_sizes(args, kwargs)
             self.tape.take_inputs((args, kwargs))
+
+    def _check_sizes(self, args: Any, kwargs: Any) -> None:
+        """Raise where nothing that the model is given can have a row per id."""
+        n, sizes = self.samples.n, [size for t in tensors_in((args, kwargs)) for size in t.shape[:2]]
+        if n > 1 and self.samples.documents is None and sizes and all(size % n for size in sizes):
+            leading = sorted({t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0})
+            raise IdsError(
+                f"got {n} sample ids, and the model was called with tensors whose leading sizes are {leading}. Give one id per row; "
+                "repeat an id for rows of the same sample."
+            )
 
     def _returned(self, module: nn.Module, args: Any, out: Any) -> None:
         if self.tape.active and torch.is_grad_enabled():

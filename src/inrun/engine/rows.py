@@ -209,12 +209,10 @@ class RowProbe:
         """Name the layout of a tap, and set it."""
         who = tap.who
         if who is None or not bool((who != SILENT).any()):
-            fitting = [layout for _, layout, _ in self.samples.layouts(tap.shape)]
-            if who is None and len(fitting) != 1:
-                tap.layout = UNREAD  # an error if gradient arrives there
-                return "unread"
-            # No gradient arrives: whatever the layout, there is nothing to score. The first that fits will do.
-            tap.layout = next(iter(fitting), UNREAD)
+            # Where a trace arrived without gradient there is nothing to score: the first layout that fits will do. Where none did,
+            # nothing that is known confirms a layout, and it is an error if gradient arrives.
+            fitting = (layout for _, layout, _ in self.samples.layouts(tap.shape))
+            tap.layout = next(fitting, UNREAD) if who is not None or self.samples.n == 1 else UNREAD
             return "unread"
         live = who != SILENT
         if bool((who == MIXED).any()):
