@@ -30,6 +30,7 @@ class Hook:
         self._owner, self._method = None if owner is None else weakref.ref(owner), method
 
     def __call__(self, *args: Any) -> None:
+        """Call the method."""
         owner = None if self._owner is None else self._owner()
         if owner is not None:
             getattr(owner, self._method)(*args)
@@ -92,8 +93,8 @@ class Layouts:
         if n > 1 and self.samples.documents is None and sizes and all(size % n for size in sizes):
             leading = sorted({t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0})
             raise IdsError(
-                f"got {n} sample ids, and the model was called with tensors whose leading sizes are {leading}. Give one id per row; "
-                "repeat an id for rows of the same sample."
+                f"got {n} sample ids, and the model was called with tensors whose leading sizes are {leading}. Give one id per "
+                "row; repeat an id for rows of the same sample."
             )
 
     def _returned(self, module: nn.Module, args: Any, out: Any) -> None:
