@@ -229,7 +229,8 @@ class Mover:
         try:
             yield
         finally:
-            with torch.no_grad():
+            with torch.no_grad():  # a forward may have given a parameter other memory
+                weights = [self.parameters.scored[i].weights for i in places]
                 torch._foreach_copy_(weights, self.flat.views(self.scratch, places))
 
     def moved(self) -> Tensor:
