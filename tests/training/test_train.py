@@ -347,9 +347,9 @@ MODELS = {
 def test_models_of_transformers(folder, kind):
     pytest.importorskip("transformers")
     shape = {"type": kind, "dropout": 0.0, **MODELS[kind]}
-    config = make_config(settings(folder, steps=4, model=shape, scoring={"method": "first", "audit_every": 1}))
+    config = make_config(settings(folder, steps=4, model=shape, scoring={"audit_every": 1}))
     result = train(config)
-    assert result.finished and result.status.residual < 1
+    assert result.finished and result.status.residual < 0.02
     assert inrun.Ledger.open(folder / "run").about["model"].startswith(kind)
 
 

@@ -26,6 +26,7 @@ from inrun.errors import StepError, TrainingError
 from inrun.ledger import Ledger
 from inrun.ledger.labels import set_of
 from inrun.ledger.record import SettledCredits
+from inrun.methods import PROXY
 from inrun.training.checkpoint import Checkpoint, prune, save_checkpoint
 from inrun.training.config import TrainConfig
 from inrun.training.loss import PADDING, token_losses
@@ -56,7 +57,8 @@ class Status:
     overhead: float = math.nan
     #: Seconds of forward and backward without scores; NaN where not measured.
     plain_seconds: float = math.nan
-    #: |residual| / Σ|c_n| of the last audited step, the worst of the sets.
+    #: |residual| / Σ|c_n| of the last audited step, the worst of the sets; NaN with methods that score another update than the
+    #: optimizer's.
     residual: float = math.nan
 
 
@@ -275,7 +277,7 @@ class Training:
         else:
             self._add_up(self.totals, ids, {name: x.double().cpu().numpy() for name, x in last.contributions.items()})
         ratios = [abs(a.residual) / a.spread for a in last.accounts.values() if a and a.spread and a.residual is not None]
-        if ratios:
+        if ratios and self.accountant.method not in PROXY:
             self.status.residual = max(ratios)
 
     def _add_up(self, totals: dict[str, Any], ids: Ids, values: Mapping[str, Any]) -> None:
@@ -292,7 +294,7 @@ class Training:
         """Return the totals of domains with the credit so far of uses that are still being paid."""
         found = {name: values.copy() for name, values in self.totals.items()}
         if self.accountant is not None:
-            self._add_settled(found, self.accountant.open_credits(together=True))
+            self._add_settled(found, self.accountant.open_credits())
         return self._of_all(found)
 
     def _of_all(self, totals: dict[str, Any]) -> dict[str, Any]:
