@@ -89,12 +89,20 @@ class Layouts:
 
     def _check_sizes(self, args: Any, kwargs: Any) -> None:
         """Raise where nothing that the model is given can have a row per id."""
-        n, sizes = self.samples.n, [size for t in tensors_in((args, kwargs)) for size in t.shape[:2]]
-        if n > 1 and self.samples.documents is None and sizes and all(size % n for size in sizes):
-            leading = sorted({t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0})
+        n, documents = self.samples.n, self.samples.documents
+        shapes = [t.shape for t in tensors_in((args, kwargs)) if t.dim() > 0]
+        if n <= 1 or not shapes:
+            return
+        if documents is not None and not any(s[:2] == documents.shape or s[0] == documents.numel() for s in shapes):
             raise IdsError(
-                f"got {n} sample ids, and the model was called with tensors whose leading sizes are {leading}. Give one id per "
-                "row; repeat an id for rows of the same sample."
+                f"the sample ids have shape {tuple(documents.shape)}, one per position, and the model was called with tensors of "
+                f"{', '.join(str(tuple(s)) for s in shapes[:5])}, none of which has these positions."
+            )
+        if documents is None and all(size % n for s in shapes for size in s[:2]):
+            sizes = sorted({s[0] for s in shapes})
+            raise IdsError(
+                f"got {n} sample ids, and the model was called with tensors whose leading sizes are {sizes}. "
+                "Give one id per row; repeat an id for rows of the same sample."
             )
 
     def _returned(self, module: nn.Module, args: Any, out: Any) -> None:
