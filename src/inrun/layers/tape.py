@@ -113,7 +113,7 @@ class Tape(TorchFunctionMode):
         self._counts: dict[Any, int] = {}
         self._recounts: dict[Any, int] = {}
         #: The strides between samples in the model's inputs, by storage.
-        self._strides: dict[int, int] = {}
+        self._strides: dict[int, tuple[int, ...]] = {}
         self._stance: AbstractContextManager[Any] | None = None
         self.moves = Moves()
 
@@ -176,8 +176,8 @@ class Tape(TorchFunctionMode):
                 self.made.add(t)
             else:
                 self.inputs.add(t)
-                if t.shape[:1] == (self.n,) and t.layout is torch.strided:
-                    self._strides[t.untyped_storage()._cdata] = t.stride(0)
+                if self._has_rows(t) and t.layout is torch.strided:
+                    self._strides[t.untyped_storage()._cdata] = self._stride(t)
 
     # Functions
 
@@ -229,6 +229,17 @@ class Tape(TorchFunctionMode):
         if t in self.made or id(t) in self.constants or id(t) in self.sources:
             return False
         return t.dim() > 0 and self.n in t.shape[:2]  # made before the step: data, if it has a row per sample
+
+    def _has_rows(self, t: Tensor) -> bool:
+        """Whether a tensor may have the samples first: its rows, or the positions of packed documents."""
+        documents = self.layouts.samples.documents
+        lead = (self.n,) if documents is None else tuple(documents.shape)
+        return tuple(t.shape[: len(lead)]) == lead
+
+    def _stride(self, t: Tensor) -> tuple[int, ...]:
+        """Return how the samples lie in memory."""
+        lead = 1 if self.layouts.samples.documents is None else 2
+        return tuple(step for step, size in zip(t.stride()[:lead], t.shape, strict=False) if size > 1)
 
     def _is_given(self, t: Tensor) -> bool:
         """Whether data with a row per sample was made before the step, by the loop, and lies as it was made."""
@@ -295,7 +306,7 @@ class Tape(TorchFunctionMode):
         tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
         # Of a function without a rule it is not known which dimension of an output has the samples.
         tap.reads_inputs = rule is not rule_of_masks and any(
-            t.shape[:1] == (self.n,) and (self._strides.get(t.untyped_storage()._cdata) == t.stride(0) or self._is_given(t))
+            self._has_rows(t) and (self._strides.get(t.untyped_storage()._cdata) == self._stride(t) or self._is_given(t))
             for t in given
             if id(t) not in self.sources
         )
