@@ -73,6 +73,11 @@ class Running:
         """Train one step, and score it."""
         raise NotImplementedError
 
+    @property
+    def scores(self) -> Tensor:
+        """Return the scores of the last step, ``[n]``."""
+        raise NotImplementedError(f"{type(self).__name__} does not score")
+
     def held(self) -> int:
         """Return the bytes held between steps."""
         return held_bytes(self.model, self.optimizer)
