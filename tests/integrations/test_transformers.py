@@ -233,6 +233,16 @@ def test_texts_as_ids_and_missing_validation_are_named(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_options_that_the_accountant_does_not_take_are_named_before_training(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, llama())
+    before = dict(vars(trainer))
+    with pytest.raises(
+        ConfigurationError, match="credit=, refresh= is no option of inrun.Accountant. Accepted are method, sketch,"
+    ):
+        attach(trainer, validation_of(HELD), credit="step", refresh=10)
+    assert vars(trainer) == before
+
+
 def strategy(kind: str, **more: Any) -> Any:
     none = {"distributed_type": types.SimpleNamespace(value=kind), "parallelism_config": None}
     return types.SimpleNamespace(**{**none, **more})

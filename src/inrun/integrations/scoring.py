@@ -46,7 +46,8 @@ def check_options(options: dict[str, Any]) -> None:
     unknown = [name for name in options if name not in accepted]
     if unknown:
         raise ConfigurationError(
-            f"{', '.join(f'{name}=' for name in unknown)} is no option of inrun.Accountant. Accepted are {', '.join(accepted)}."
+            f"{', '.join(f'{name}=' for name in unknown)} is no option of inrun.Accountant. Accepted are {', '.join(accepted)}. "
+            "How samples are credited, and by which update, is one choice: method=."
         )
 
 
