@@ -53,6 +53,8 @@ class Request:
     #: Directions to contract with, ``[k, *shape]`` by place; missing ones are 0.
     directions: Mapping[int, Tensor] = field(default_factory=dict)
     k: int = 0
+    #: Places with one direction more, of random signs.
+    signed: frozenset[int] = frozenset()
     #: Whether Σ|terms| of every entry is wanted, of tensors of which every entry is kept.
     sizes: bool = False
     #: Positions of the longest document where documents are packed.
@@ -80,7 +82,9 @@ class LeafReader:
         self.request = request
         wide = request.sketcher.plans[self.place].buckets if request.sketcher else 0
         self.sketch = self._probe(self.sketch, (request.n, wide))
-        self.products = self._probe(self.products, (request.n, request.k if self._contracts else 0))
+        self.products = self._probe(
+            self.products, (request.n, request.k + (self.place in request.signed) if self._contracts else 0)
+        )
         wants = request.sizes and request.sketcher is not None and request.sketcher.plans[self.place].lossless
         self.sizes = empty_probe(tuple(self.leaf.parameter.shape), request.dtype, self.leaf.parameter.device) if wants else None
 
@@ -179,7 +183,7 @@ class Collected:
     def __init__(self, reader: LeafReader, rows: Rows | None) -> None:
         self.reader, self.rows = reader, rows
         r = reader.request
-        self._directions = r.directions[reader.place].reshape(r.k, -1) if reader.products is not None else None
+        self._directions = r.directions[reader.place].flatten(1) if reader.products is not None else None
         self._sizes: Tensor | None = None
         #: Gradients of tensors made of the parameter, pulled back, where they are kept.
         self._kept: list[Tensor] = []

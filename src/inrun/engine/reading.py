@@ -12,7 +12,7 @@ from torch import Tensor
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.processes import Processes
 from inrun.engine.readers import LeafReader, Request
-from inrun.engine.sketch import Epoch, Sketcher
+from inrun.engine.sketch import Sketcher
 from inrun.engine.window import Entering, contract
 from inrun.layers.gradients import PerSample
 
@@ -33,6 +33,8 @@ class Reading:
     kept: list[tuple[int, PerSample]] = field(default_factory=list)
     #: Σ|terms| of every entry, by place; on audited steps.
     sizes: dict[int, Tensor] = field(default_factory=dict)
+    #: Inner products with random signs, ``[n, 1]`` by place.
+    signed: dict[int, Tensor] = field(default_factory=dict)
     #: The ids of the samples, if they are known.
     ids: Tensor | None = None
 
@@ -42,11 +44,15 @@ def read_probes(parameters: Parameters, request: Request) -> Reading:
     products: dict[int, Tensor] = {}
     sketches: dict[int, Tensor] = {}
     sizes: dict[int, Tensor] = {}
+    signed: dict[int, Tensor] = {}
     for s in parameters.scored:
         reader = s.leaf.reader
         assert isinstance(reader, LeafReader)
         if reader.products is not None and reader.products.grad is not None:
-            products[s.place] = reader.products.grad
+            found = reader.products.grad
+            products[s.place] = found
+            if s.place in request.signed:
+                products[s.place], signed[s.place] = found[:, : request.k], found[:, request.k :]
         if reader.sketch is not None and reader.sketch.grad is not None:
             sketches[s.place] = reader.sketch.grad
         if reader.sizes is not None and reader.sizes.grad is not None:
@@ -54,11 +60,11 @@ def read_probes(parameters: Parameters, request: Request) -> Reading:
     tables: list[tuple[int, int, Tensor, Tensor]] = []
     calls: dict[int, int] = {}
     for rows in request.rows:
-        found = rows.result()
-        if found is not None:
+        touched = rows.result()
+        if touched is not None:
             call = calls[rows.tensor] = calls.get(rows.tensor, -1) + 1
-            tables.append((rows.tensor, call, *found))
-    return Reading(request.n, products, sketches, tables, request.kept, sizes)
+            tables.append((rows.tensor, call, *touched))
+    return Reading(request.n, products, sketches, tables, request.kept, sizes, signed)
 
 
 def joined(sketcher: Sketcher, readings: Sequence[Reading]) -> Entering:
@@ -125,36 +131,22 @@ def correct(sketcher: Sketcher, entering: Entering, readings: Sequence[Reading],
         part.addcmul_(share[..., j].index_select(1, owner), sv[j])
 
 
-def clip_from_entries(
-    sketcher: Sketcher, rows: Tensor, now: Tensor, some: Sequence[Scored], epoch: Epoch, processes: Processes
-) -> Tensor:
+def clip_from_entries(sketcher: Sketcher, total: Tensor, now: Tensor, small: Sequence[int], processes: Processes) -> Tensor:
     """Return the factor of one optimizer's gradients: clipping, loss scale, and the share among microbatches.
 
     The gradients of small tensors are known entry by entry from the samples: the factor is ⟨known, now⟩ / ⟨known, known⟩.
-    Where no tensor is that small, sketches are compared.
 
     Args:
         sketcher: How gradients are sketched.
-        rows: Per-sample rows, ``[n, columns]``.
-        now: The entries of small tensors as the optimizer will use them.
-        some: The parameters of the optimizer.
-        epoch: How gradients are sketched now.
+        total: The entries of small tensors, Σ_n g_n.
+        now: The same as the optimizer will use them.
+        small: The places of the optimizer's small tensors that have a gradient.
         processes: Those whose samples the gradient is of.
     """
-    stepping = [s.place for s in some if s.grad is not None]
-    small = [i for i in stepping if sketcher.plans[i].lossless]
-    if small:
-        total = processes.all_reduced("sums of gradients", rows[:, sketcher.cut :].sum(0))
-        if len(small) < len(sketcher.kept):
-            where = [slice(sketcher.columns[i].start - sketcher.cut, sketcher.columns[i].stop - sketcher.cut) for i in small]
-            total, now = torch.cat([total[c] for c in where]), torch.cat([now[c] for c in where])
-        return ratio(total, now, processes)
-    by_place = {s.place: s.grad for s in some}
-    gradients = [None if (g := by_place.get(i)) is None else g.unsqueeze(0) for i in range(len(sketcher.plans))]
-    sketched = sketcher.of_directions(gradients, 1, epoch, ())
-    total = processes.all_reduced("sums of gradients", rows.sum(0))
-    known = torch.cat([total[sketcher.columns[i]] for i in stepping])
-    return ratio(known, torch.cat([sketched.flat[0, sketcher.columns[i]] for i in stepping]), processes)
+    if len(small) < len(sketcher.kept):
+        where = [sketcher.kept_columns(i) for i in small]
+        total, now = torch.cat([total[c] for c in where]), torch.cat([now[c] for c in where])
+    return ratio(total, now, processes)
 
 
 def clip_from_products(

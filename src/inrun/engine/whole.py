@@ -6,7 +6,7 @@ Credit of sample n, used at step s:  Σ_{t≥s} κ_{t,s} c_s ⟨g_n, D_t⟩,  D_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from inrun.engine.checks import check_entries, check_products, nothing
 from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
-from inrun.engine.reading import Reading, clip_from_entries, correct, joined
+from inrun.engine.reading import FEW, Reading, clip_from_entries, clip_from_products, correct, joined
 from inrun.engine.rounding import is_noise, noise_of
 from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer, finite
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
@@ -78,6 +78,7 @@ class WholeScorer(RefiningScorer):
         #: The noise of entries of small tensors whose batch gradient is only rounding, as the last audit saw it.
         self.noise: Tensor | None = None
         self.current: Current | None = None
+        self._signs = self._random_signs()
         #: Whether Σ|terms| of entries is read of this step's backwards.
         self._sizes = False
         #: Σ|credit| of all uses over that of a step's own, as it was last measured.
@@ -95,16 +96,30 @@ class WholeScorer(RefiningScorer):
 
     def request(self, n: int, longest: int | None, audited: bool) -> Request:
         """Sketch gradients, and contract them with the last direction."""
-        sk, known = self.sketcher, {}
+        sk, known = self.sketcher, dict(self._signs)
+        k = 0 if self.direction is None else len(self.direction)
         if self.direction is not None:
             known = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
-        k = 0 if self.direction is None else len(self.direction)
+            known |= {i: torch.cat([known[i], signs]) for i, signs in self._signs.items()}
         # Also without audits: noise must not be credited.
         self._sizes = audited or audit_due(self.steps, None)
-        return Request(n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, self._sizes, longest)
+        return Request(
+            n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, frozenset(self._signs), self._sizes, longest
+        )
+
+    def _random_signs(self) -> dict[int, Tensor]:
+        """Return random signs ``[1, *shape]`` for optimizers without small tensors: products with them tell the factor."""
+        found, generator = {}, torch.Generator().manual_seed(0)
+        for j in range(len(self.rules)):
+            some = self.parameters.of(j)
+            if all(s.place in self.sketcher.lossy for s in some):
+                for s in sorted(some, key=lambda s: s.parameter.numel())[:FEW]:
+                    signs = torch.randint(0, 2, (1, *s.weights.shape), generator=generator) * 2 - 1
+                    found[s.place] = signs.to(self.sketcher.device, self.sketcher.dtype)
+        return found
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
-        """Compare entries of small tensors with the samples'."""
+        """Compare entries of small tensors with the samples', or products with random signs where no tensor is small."""
         sk = self.sketcher
         if self.current is None:
             entering = joined(sk, readings)
@@ -126,8 +141,13 @@ class WholeScorer(RefiningScorer):
             torch.cat([self._entries(s) for s in kept], out=self.current.now[where])
             if self.parameters.shards is not None:
                 self.parameters.processes.all_reduce_("gradients of small tensors", [self.current.now[where]])
-        rows, processes = self.current.entering.rows, self.parameters.processes
-        return clip_from_entries(sk, rows, self.current.now, some, self.window.epoch, processes)
+        small, processes = [s.place for s in kept if s.grad is not None], self.parameters.processes
+        if not small and self.direction is not None and not any(s.place in self._signs for s in some):
+            return clip_from_products(readings, some, {i: sk.flat.view(self.direction, i) for i in sk.lossy}, processes)
+        if not small:
+            return clip_from_products([replace(r, products=r.signed) for r in readings], some, self._signs, processes)
+        total = processes.all_reduced("sums of gradients", self.current.entering.rows[:, sk.cut :].sum(0))
+        return clip_from_entries(sk, total, self.current.now, small, processes)
 
     def _entries(self, s: Scored) -> Tensor:
         """Return a gradient's entries as far as they are here, and zeros elsewhere."""
