@@ -234,8 +234,8 @@ class Arrived:
         before, after, data, spread = (self._mean(name, js) for name in ("before", "after", "data", "abs_sum"))
         if before is None or after is None or data is None or spread is None:
             return None
-        rest = [self._mean(name, js) for name in PARTS[1:]]
-        return Account(before, after, data, spread, *rest, self.residual(js), self.pending.points)
+        rest = {name: self._mean(name, js) for name in PARTS[1:]}
+        return Account(before, after, data, spread, **rest, residual=self.residual(js), points=self.pending.points)
 
     def largest_tensors(self, j: int) -> tuple[list[int], list[float]] | None:
         """Return the tensors with the largest Σ|contribution|, and their shares of the sum over all; None if not measured."""

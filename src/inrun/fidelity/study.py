@@ -121,8 +121,8 @@ def score_once(
         )
     with rewound(model, optimizers), torch.no_grad():
         n = len(sample_losses(model))
-    options = {"method": method, "sketch": "exact"} if method == "step" else {"method": method}
-    with rewound(model, optimizers), Accountant(model, list(optimizers), validation, audit_every=0, **options) as accountant:
+    sketch = "exact" if method == "step" else None
+    with rewound(model, optimizers), Accountant(model, list(optimizers), validation, method, sketch, audit_every=0) as accountant:
         with accountant.step(range(n)):
             sample_losses(model).sum().backward()
             if max_norm is not None:
