@@ -8,6 +8,7 @@ Memory         what the optimizer remembers = Σ κ c g + decay + momentum of be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from inrun.engine.processes import Processes
 from inrun.engine.reading import Reading
 from inrun.engine.transfer import Array
 from inrun.errors import ConservationError, CreditError, InrunError
+
+if TYPE_CHECKING:
+    from inrun.engine.move import Mover
+    from inrun.engine.sketch import Sketcher
 
 #: Relative errors that rounding may cause, by precision.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -75,6 +80,41 @@ def check_entries(out: Tensor, columns: dict[int, slice], rows: Tensor, now: Ten
     for i, c in columns.items():
         out[0, i] += torch.linalg.vector_norm(off[c])
         out[1, i] += torch.linalg.vector_norm(size[c])
+
+
+@torch.no_grad()
+def check_memory(
+    out: Tensor, sketcher: Sketcher, mover: Mover, known: Tensor, parts: Sequence[Tensor | None], parameters: Parameters
+) -> None:
+    """Add by small tensor how far q, by which the optimizer moved it, is from what it was given, and the norm of both.
+
+    Args:
+        out: Differences and sizes, ``[2, tensors]``.
+        sketcher: Which tensors are small.
+        mover: The move.
+        known: The part of q that samples and rounding gave, entry by entry.
+        parts: The parts of q that decay and earlier momentum gave, ``[size]`` each.
+        parameters: Whose gradients they are.
+    """
+    shards, some, found = parameters.shards, [], []
+    for g in mover.groups:
+        for places, part, q in zip(g.places, g.parts, g.pushed() if g.memories else (), strict=False):
+            for i in (i for i in places if sketcher.plans[i].lossless):
+                at = sketcher.flat.slices[i]
+                own = q[at.start - part.start : at.stop - part.start].to(known.dtype)
+                other = sum((x[at] for x in parts if x is not None), torch.zeros_like(own))
+                both = torch.stack([own - other, own.abs() + other.abs()])
+                found.append(both if shards is None else shards.embed(i, both).reshape(2, -1))
+                some.append(i)
+    if not some:
+        return
+    remembered, size = torch.cat(found, 1)
+    if shards is not None:
+        parameters.processes.all_reduce_("audits", [remembered, size])
+    for i, own, all_ in zip(some, *(x.split([sketcher.plans[i].numel for i in some]) for x in (remembered, size)), strict=True):
+        given = known[sketcher.kept_columns(i)]
+        out[0, i] += torch.linalg.vector_norm(own - given)
+        out[1, i] += torch.linalg.vector_norm(all_) + torch.linalg.vector_norm(given)
 
 
 def judge(step: int, names: Sequence[str], dtypes: Sequence[torch.dtype], results: Array) -> InrunError | None:

@@ -59,6 +59,8 @@ class OptimizerHooks:
         def after(*_: Any) -> None:
             if run.open_step is not None:
                 run.open_step.after_optimizer(index)
+            else:
+                run.moved_outside = True
 
         return after
 

@@ -55,6 +55,8 @@ class Run:
         self.typical = Typical()
         self.steps_done = 0
         self.open_step: Step | None = None
+        #: Whether an optimizer stepped since, and no step was open.
+        self.moved_outside = False
         #: Places of parameters whose taps fired in this step.
         self.covered: set[int] = set()
         #: Ids and rows by step, of uses that are not settled.
@@ -71,6 +73,9 @@ class Run:
             raise StepError("a step is open already. Leave its `with` block before the next one.")
         self.history.check()
         self.parameters.processes.begin_step()
+        if self.moved_outside:
+            self._settle_after(Skip.OUTSIDE, "the optimizer stepped outside of accountant.step()")
+            step.number = self.steps_done
         self.open_step, self.covered = step, set()
 
     def end(self, step: Step) -> None:
@@ -138,13 +143,20 @@ class Run:
         moved = bool(step.stepped) or (bool(step.clips) and self.mover.has_moved())
         if not moved or self.history.failed is not None or self.steps_done > step.number:
             return
-        log.warning("inrun: step %d failed after its optimizers had stepped; open uses are settled as they stand", step.number)
+        self._settle_after(Skip.FAILED, f"step {step.number} failed after its optimizers had stepped")
+
+    def _settle_after(self, skip: Skip, what: str) -> None:
+        """Settle what is open as it stands, after a move that no step describes, and record it as a step of nobody."""
+        self.moved_outside = False
         settled = self.scorer.restart(self.optimizers, self.mover)
+        if skip is Skip.OUTSIDE and not settled:
+            return
+        log.warning("inrun: %s; open uses are settled as they stand", what)
         tensors = {f"{name}.{j}": getattr(s, name) for j, s in enumerate(settled) for name in ("credit", "error")}
         who = [(s.step, *self.ids.pop(s.step), s.paid) for s in settled]
         labels = self.history.labels or [Label(name) for name in self.scorer.validation.names]
         dtype, none = self.parameters.dtype, torch.zeros(0, dtype=torch.int64)
-        self._add(PendingStep(step.number, none, labels, Transfer(tensors), [], [], dtype, skipped=Skip.FAILED, settled=who))
+        self._add(PendingStep(self.steps_done, none, labels, Transfer(tensors), [], [], dtype, skipped=skip, settled=who))
 
     def _add(self, pending: PendingStep) -> None:
         self.steps_done += 1

@@ -113,8 +113,9 @@ def make_plans(leaves: Sequence[Leaf], size: int | None, tables: set[int], outpu
             continue
         apart = i in tables or (i in outputs and rows > 4 * HEAVY)
         fine = divisor(columns, max(1, columns // per_row)) if apart else 0
-        segment = fine * divisor(columns // fine, max(1, SEGMENT // fine)) if fine else divisor(columns, SEGMENT)
-        segment = segment if segment > 1 or fine else divisor(numel, SEGMENT)
+        most = max(1, min(SEGMENT, numel // share))
+        segment = fine * divisor(columns // fine, max(1, most // fine)) if fine else divisor(columns, most)
+        segment = segment if segment > 1 or fine else divisor(numel, most)
         buckets = divisor_near(numel // segment, share)
         found.append(Plan(rows, columns, segment, buckets, fine, HEAVY if i in outputs and rows > 4 * HEAVY else 0))
     return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.carried import Carried, merged
-from inrun.engine.checks import check_entries, check_products, nothing
+from inrun.engine.checks import check_entries, check_memory, check_products, nothing
 from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
@@ -40,7 +40,8 @@ class Current:
     #: The rows of its uses, and the gradients of small tensors as the optimizers used them.
     entering: Entering
     now: Tensor
-    #: Entries of small tensors whose gradient is only rounding.
+    #: Σ_n g_n of small tensors, without the entries whose gradient is only rounding; and which these are.
+    total: Tensor
     cancelled: Tensor | None = None
     failures: Tensor | None = None
     step: int = -1
@@ -74,7 +75,8 @@ class WholeScorer(RefiningScorer):
         #: The last direction ``[k, size]``, and its sketch.
         self.direction: Tensor | None = None
         self.known: SketchedDirection | None = None
-        self.carried = {name: Carried() for name in ("decay", "inherited", "rounding")}
+        #: What the optimizers remember: weight decay, momentum of before, rounding, and the samples' gradients of small tensors.
+        self.carried = {name: Carried() for name in ("decay", "inherited", "rounding", "data")}
         #: The noise of entries of small tensors whose batch gradient is only rounding, as the last audit saw it.
         self.noise: Tensor | None = None
         self.current: Current | None = None
@@ -128,12 +130,13 @@ class WholeScorer(RefiningScorer):
             now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
             if self._sizes:
                 self.noise = noise_of(sk, entering.rows, readings, self.parameters, self.rules)
-            cancelled = None
+            entries, cancelled = entering.rows[:, sk.cut :], None
+            total = self.parameters.processes.all_reduced("sums of gradients", entries.sum(0))
             if self.noise is not None:
-                entries = entering.rows[:, sk.cut :]
-                cancelled = is_noise(self.parameters.processes.all_reduced("sums of gradients", entries.sum(0)), self.noise)
+                cancelled = is_noise(total, self.noise)
                 entries.masked_fill_(cancelled, 0.0)
-            self.current = Current(entering, now, cancelled)
+                total.masked_fill_(cancelled, 0.0)
+            self.current = Current(entering, now, total, cancelled)
         some = self.parameters.of(optimizer)
         kept = [s for s in some if sk.plans[s.place].lossless]
         if kept:
@@ -146,8 +149,7 @@ class WholeScorer(RefiningScorer):
             return clip_from_products(readings, some, {i: sk.flat.view(self.direction, i) for i in sk.lossy}, processes)
         if not small:
             return clip_from_products([replace(r, products=r.signed) for r in readings], some, self._signs, processes)
-        total = processes.all_reduced("sums of gradients", self.current.entering.rows[:, sk.cut :].sum(0))
-        return clip_from_entries(sk, total, self.current.now, small, processes)
+        return clip_from_entries(sk, self.current.total, self.current.now, small, processes)
 
     def _entries(self, s: Scored) -> Tensor:
         """Return a gradient's entries as far as they are here, and zeros elsewhere."""
@@ -235,10 +237,13 @@ class WholeScorer(RefiningScorer):
             (factor,) = clips.values()
             by: list[Tensor] = [factor * signs[0]] * len(signs)
             entering.rows.mul_(by[0])
+            current.total.mul_(by[0])
         else:
             one = torch.zeros((), dtype=sk.dtype, device=sk.device)
             by = [clips.get(s.optimizer, one) * sign for s, sign in zip(self.parameters.scored, signs, strict=True)]
-            entering.rows.mul_(torch.stack([by[i] for i in sk.order]).to(sk.dtype)[sk.owner])
+            columns = torch.stack([by[i] for i in sk.order]).to(sk.dtype)[sk.owner]
+            entering.rows.mul_(columns)
+            current.total.mul_(columns[sk.cut :])
         for i, _, _, _, values in entering.tables:
             values.mul_(by[i])
         if current.rounding is not None and len(set(signs)) > 1:
@@ -270,6 +275,7 @@ class WholeScorer(RefiningScorer):
                     here = sk.flat.slices[i]
                     by = entry[here.start - part.start : here.stop - part.start].to(sk.dtype)
                     current.entering.rows[:, sk.columns[i]] *= by
+                    current.total[sk.kept_columns(i)] *= by
                     if current.rounding is not None:
                         current.rounding[sk.kept_columns(i)] *= by
 
@@ -287,8 +293,12 @@ class WholeScorer(RefiningScorer):
         current.decay = self.carried["decay"].part(spans, inflow)
         current.inherited = self.carried["inherited"].part(spans)
         sk = self.sketcher
-        columns = [(sk.kept_columns(i), current.memories[i]) for i in sk.kept]
-        current.rounding = self.carried["rounding"].part(merged(columns), current.rounding)
+        columns = merged([(sk.kept_columns(i), current.memories[i]) for i in sk.kept])
+        current.rounding = self.carried["rounding"].part(columns, current.rounding)
+        data = self.carried["data"].part(columns, current.total) if sk.kept else None
+        if current.failures is not None and data is not None:
+            known = data if current.rounding is None else data + current.rounding
+            check_memory(current.failures[2:], sk, mover, known, [current.decay, current.inherited], self.parameters)
 
     def _account(self, step: int, current: Current, points: Points) -> tuple[Accounts, Gradients]:
         """Average the validation gradient over points of the move; set the direction, and account for the move."""

@@ -24,6 +24,7 @@ class Skip(enum.Enum):
     DROPPED = "the loop dropped the batch"
     CONTRIBUTIONS = "gradient or contributions are not finite"
     FAILED = "an exception ended the step after the optimizer had stepped"
+    OUTSIDE = "the optimizer stepped outside of accountant.step()"
 
     @classmethod
     def parse(cls, text: str) -> Skip | None:
