@@ -202,14 +202,14 @@ class Step:
         run, processes = self.run, self.run.parameters.processes
         some = run.parameters.of(index)
         with processes.barrier(f"optimizer.step() ({index})", self.number) as meeting:
+            if run.tape.recomputing:
+                raise StepError("optimizer.step() was called inside the backward. Call it after the backward.")
             self._close_microbatch()
             if self._dropped:
                 raise StepError("optimizer.step() after step.skip(). Leave the `with` block first.")
             if index in self.stepped:
                 raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
             steps = any(s.grad is not None for s in some)
-            if run.tape.recomputing:
-                raise StepError("optimizer.step() was called inside the backward. Call it after the backward.")
             if self.broken:
                 raise StepError(
                     "a microbatch of this step failed, and parts of its gradients may be there. Leave the step, call "
