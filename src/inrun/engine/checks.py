@@ -139,8 +139,8 @@ def judge(step: int, names: Sequence[str], dtypes: Sequence[torch.dtype], result
     if count:
         return ConservationError(
             f"step {step}: the samples' gradients do not add up to the gradient of {name} (off by {off:.1e} of their size; "
-            f"{count} of {len(names)} tensors). Gradient that flows through no sample's row, "
-            "or gradients that something else than one factor changes before the optimizer steps (value clipping, noise), cannot be scored."
+            f"{count} of {len(names)} tensors). Gradient that flows through no sample's row cannot be scored, nor gradients that "
+            "something else than one factor changes before the optimizer steps (value clipping, noise)."
         )
     off, name, count = worst(results[2], results[3])
     if count:
