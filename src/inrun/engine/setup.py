@@ -13,11 +13,12 @@ from torch import nn
 from inrun.engine.first import FirstScorer, SecondScorer
 from inrun.engine.move import Mover
 from inrun.engine.parameters import Parameters, find_parameters, table_places
+from inrun.engine.plans import default_size, make_plans
 from inrun.engine.processes import Processes
 from inrun.engine.scorer import Scorer
 from inrun.engine.sharded import ShardedPasses
 from inrun.engine.shards import Shards
-from inrun.engine.sketch import Sketcher, default_size, make_plans
+from inrun.engine.sketch import Sketcher
 from inrun.engine.validation import Loss, Validation
 from inrun.engine.whole import WholeScorer
 from inrun.errors import ConfigurationError, LedgerError, OptimizerError

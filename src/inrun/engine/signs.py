@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from inrun.engine.sketch import Plan
+    from inrun.engine.plans import Plan
 
 #: So many random signs are held: a larger tensor repeats them. Every epoch reads them from another place of the first ``SHIFTS``.
 SIGNS, SHIFTS = 1 << 22, 1 << 18

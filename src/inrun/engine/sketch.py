@@ -12,7 +12,6 @@ of an output vocabulary that hold most of a sample's gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,110 +20,13 @@ import torch
 from torch import Tensor
 
 from inrun.engine.flat import FlatLayout
+from inrun.engine.plans import Plan
 from inrun.engine.shards import Shards
 from inrun.engine.signs import Signs, signed_sums
 from inrun.layers.tap import Leaf
 
-#: Entries per segment at most; numbers per row that is kept apart, and for sketches below ``SMALL`` numbers.
-SEGMENT, PER_ROW, PER_ROW_SMALL, SMALL = 32, 64, 32, 16_384
-#: Rows of an output vocabulary that are kept apart per sample.
-HEAVY = 32
-#: Numbers that a tensor gets at least, and the share of all that may go to tensors of which every entry is kept.
-LEAST, ENTRIES = 32, 0.25
 #: Entries of a direction count as at most so many times their tensor's mean size.
 MOST = 30.0
-
-
-def default_size(entries: int) -> int:
-    """Return the numbers per sample for a model with so many scored entries."""
-    return int(min(max(SMALL, 2 ** math.ceil(math.log2(12 * max(entries, 1) ** 0.5))), 262_144))
-
-
-def divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is not larger than ``most``."""
-    return next(d for d in range(max(1, min(most, number)), 0, -1) if number % d == 0)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one tensor is sketched, seen as ``[rows, columns]``."""
-
-    rows: int
-    columns: int
-    #: Entries per segment, and buckets; a segment of 1 with as many buckets as entries keeps every entry.
-    segment: int
-    buckets: int
-    #: Entries per segment where a row is kept apart; 0 where none is.
-    fine: int = 0
-    #: Rows kept apart per sample because they hold most of its gradient.
-    heavy: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Return the number of entries."""
-        return self.rows * self.columns
-
-    @property
-    def lossless(self) -> bool:
-        """Whether every entry is kept."""
-        return self.segment == 1 and self.buckets == self.numel
-
-    @property
-    def segments(self) -> int:
-        """Return the number of segments."""
-        return self.numel // self.segment
-
-    @property
-    def per_row(self) -> int:
-        """Return the numbers of a row that is kept apart."""
-        return self.columns // self.fine if self.fine else 0
-
-
-def make_plans(leaves: Sequence[Leaf], size: int | None, tables: set[int], outputs: set[int]) -> list[Plan]:
-    """Share ``size`` numbers among the tensors: as many as entries for the smallest, in proportion to √entries for the others.
-
-    Args:
-        leaves: The scored parameters.
-        size: Numbers per sample; None keeps every entry.
-        tables: Places of parameters that are looked up.
-        outputs: Places of output vocabularies, which get four times the share.
-    """
-    shapes = [
-        (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
-        for p in (leaf.parameter for leaf in leaves)
-    ]
-    if size is None:
-        return [Plan(rows, columns, 1, rows * columns) for rows, columns in shapes]
-    left, small = size, set[int]()
-    for i in sorted(range(len(shapes)), key=lambda i: math.prod(shapes[i])):
-        if i in outputs or size - left + math.prod(shapes[i]) > ENTRIES * size:
-            continue
-        left -= math.prod(shapes[i])
-        small.add(i)
-    parts = {i: math.sqrt(math.prod(s)) * (4.0 if i in outputs else 1.0) for i, s in enumerate(shapes) if i not in small}
-    parts = {i: x for i, x in parts.items() if not (i in tables and i not in outputs)}
-    whole, per_row = sum(parts.values()) or 1.0, PER_ROW if size >= SMALL else PER_ROW_SMALL
-    found = []
-    for i, (rows, columns) in enumerate(shapes):
-        numel = rows * columns
-        share = max(LEAST, int(left * parts[i] / whole)) if i in parts else 8 * LEAST
-        if i in small or numel <= share:
-            found.append(Plan(rows, columns, 1, numel))
-            continue
-        apart = i in tables or (i in outputs and rows > 4 * HEAVY)
-        fine = divisor(columns, max(1, columns // per_row)) if apart else 0
-        most = max(1, min(SEGMENT, numel // share))
-        segment = fine * divisor(columns // fine, max(1, most // fine)) if fine else divisor(columns, most)
-        segment = segment if segment > 1 or fine else divisor(numel, most)
-        buckets = divisor_near(numel // segment, share)
-        found.append(Plan(rows, columns, segment, buckets, fine, HEAVY if i in outputs and rows > 4 * HEAVY else 0))
-    return found
-
-
-def divisor_near(number: int, share: int) -> int:
-    """Return a divisor near ``share``, or ``share`` itself where there is none: then the last round of buckets is not full."""
-    below = divisor(number, share)
-    return below if 2 * below > share else min(share, number)
 
 
 @dataclass
@@ -157,22 +59,18 @@ class Sketcher:
     """Signs, weights and columns of a run."""
 
     def __init__(self, leaves: Sequence[Leaf], plans: list[Plan], dtype: torch.dtype, seed: int = 0) -> None:
-        self.leaves, self.plans, self.dtype = list(leaves), plans, dtype
+        self.plans = plans
         self.flat = FlatLayout([leaf.parameter for leaf in leaves], dtype)
         #: How parameters are split over processes, if they are.
         self.shards: Shards | None = None
-        self.device = self.flat.device
         #: Columns of lossy tensors come first, those with equal segments together.
         self.lossy = sorted((i for i, p in enumerate(plans) if not p.lossless), key=lambda i: plans[i].segment)
         self.kept = [i for i, p in enumerate(plans) if p.lossless]
-        self.order = self.lossy + self.kept
         self.columns: dict[int, slice] = {}
         at = 0
         for i in self.order:
             self.columns[i] = slice(at, at + plans[i].buckets)
             at += plans[i].buckets
-        self.size = at
-        self.cut = sum(plans[i].buckets for i in self.lossy)
         owner = [torch.full((plans[i].buckets,), j) for j, i in enumerate(self.order)]
         #: The place in ``order`` of the tensor that a column belongs to.
         self.owner = (torch.cat(owner) if owner else torch.zeros(0, dtype=torch.long)).to(self.device)
@@ -181,6 +79,31 @@ class Sketcher:
         segments = torch.tensor([plans[i].segments for i in self.lossy], dtype=torch.long)
         #: The place in ``lossy`` of the tensor that a segment belongs to.
         self._owner_of_segments = torch.repeat_interleave(torch.arange(len(segments), dtype=torch.int32), segments).to(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of sketches."""
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return where sketches are."""
+        return self.flat.device
+
+    @property
+    def order(self) -> list[int]:
+        """Return the tensors in the order of their columns."""
+        return self.lossy + self.kept
+
+    @property
+    def size(self) -> int:
+        """Return the number of columns."""
+        return len(self.owner)
+
+    @property
+    def cut(self) -> int:
+        """Return the number of columns of lossy tensors, which come first."""
+        return self.columns[self.kept[0]].start if self.kept else self.size
 
     def _bucket_index(self) -> Tensor:
         """Return the column of every segment of the lossy tensors, one after the other."""
