@@ -16,7 +16,6 @@ from torch import Tensor
 from inrun.engine.parameters import Parameters
 from inrun.engine.reading import Reading
 from inrun.engine.sketch import Sketcher
-from inrun.optimizers import UpdateRule
 
 #: |Σ g| up to so many times the machine precision of Σ|terms| counts as rounding.
 ROUNDINGS = 16.0
@@ -27,41 +26,49 @@ HALF_ROUNDINGS, LEAST_ENTRIES = 4.0, 8
 GROWTH = 16.0
 
 
-@torch.no_grad()
-def noise_of(
-    sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], parameters: Parameters, rules: Sequence[UpdateRule]
-) -> Tensor | None:
-    """Return how large the noise of every entry of the small tensors may be, ``[columns]``; 0 where the gradient is no noise.
+class Noise:
+    """How large the noise of every entry of the small tensors may be."""
 
-    Only optimizers that divide by the size of gradients (Adam) make noise large; others leave it as small as it is.
+    def __init__(self, adaptive: Sequence[bool]) -> None:
+        """``adaptive`` tells by tensor whether its optimizer divides by the size of gradients: others leave noise small."""
+        self.adaptive = list(adaptive)
+        #: By entry, 0 where the gradient is no noise, ``[columns]``; as it was measured last.
+        self.level: Tensor | None = None
+        #: Whether it is measured in the step that is open.
+        self.due = False
 
-    Args:
-        sketcher: Which columns are entries.
-        rows: Per-sample rows of the step, ``[n, columns]``.
-        readings: With Σ|terms| of entries.
-        parameters: Whose gradients they are.
-        rules: The rules of the optimizers.
-    """
-    processes, adaptive = parameters.processes, [rules[s.optimizer].adaptive for s in parameters.scored]
-    if sketcher.cut == sketcher.size or not any(adaptive) or (len(rows) == 0 and not processes.several):
-        return None
-    entries = rows[:, sketcher.cut :]
-    total, size, square = entries.sum(0), entries.abs().sum(0), entries.square().sum(0)
-    precision = [getattr(s.leaf.reader, "precision", None) or s.parameter.dtype for s in parameters.scored]
-    half = torch.tensor([float(p.itemsize < 4) for p in precision], device=sketcher.device)
-    for r in readings:
-        for i, terms in r.sizes.items():
-            here = size[sketcher.kept_columns(i)]
-            torch.maximum(here, terms.reshape(-1), out=here)
-    processes.all_reduce_("sums of gradients", [total, size, square, half])
-    eps = [ROUNDINGS * torch.finfo(s.parameter.dtype).eps if a else -1.0 for s, a in zip(parameters.scored, adaptive, strict=True)]
-    noise = size * _columns(sketcher, torch.tensor(eps, dtype=size.dtype, device=size.device))
-    noise = torch.where(total.abs() <= noise, noise, 0.0)
-    low = [i for i in sketcher.kept if adaptive[i]]
-    if low:
-        in_half = _columns(sketcher, (half > 0).to(size.dtype))
-        noise = torch.where(in_half > 0, _of_tensors(sketcher, total, square, adaptive), noise)
-    return noise
+    @torch.no_grad()
+    def measure(self, sketcher: Sketcher, rows: Tensor, readings: Sequence[Reading], parameters: Parameters) -> None:
+        """Measure it anew, if that is due.
+
+        Args:
+            sketcher: Which columns are entries.
+            rows: Per-sample rows of the step, ``[n, columns]``.
+            readings: With Σ|terms| of entries.
+            parameters: Whose gradients they are.
+        """
+        processes = parameters.processes
+        if not self.due or not sketcher.kept or not any(self.adaptive) or (len(rows) == 0 and not processes.several):
+            return
+        entries = rows[:, sketcher.cut :]
+        total, size, square = entries.sum(0), entries.abs().sum(0), entries.square().sum(0)
+        precision = [getattr(s.leaf.reader, "precision", None) or s.parameter.dtype for s in parameters.scored]
+        half = torch.tensor([float(p.itemsize < 4) for p in precision], device=sketcher.device)
+        for r in readings:
+            for i, terms in r.sizes.items():
+                here = size[sketcher.kept_columns(i)]
+                torch.maximum(here, terms.reshape(-1), out=here)
+        processes.all_reduce_("sums of gradients", [total, size, square, half])
+        each = zip(parameters.scored, self.adaptive, strict=True)
+        eps = [ROUNDINGS * torch.finfo(s.parameter.dtype).eps if adaptive else -1.0 for s, adaptive in each]
+        level = size * _columns(sketcher, torch.tensor(eps, dtype=size.dtype, device=size.device))
+        level = torch.where(total.abs() <= level, level, 0.0)
+        in_half = _columns(sketcher, half) > 0
+        self.level = torch.where(in_half, _of_tensors(sketcher, total, square, self.adaptive), level)
+
+    def covers(self, total: Tensor) -> Tensor | None:
+        """Return which entries of a step's gradient are noise, ``[columns]``; None where nothing is known."""
+        return None if self.level is None else total.abs() < GROWTH * self.level
 
 
 def _of_tensors(sketcher: Sketcher, total: Tensor, square: Tensor, adaptive: Sequence[bool]) -> Tensor:
@@ -78,8 +85,3 @@ def _of_tensors(sketcher: Sketcher, total: Tensor, square: Tensor, adaptive: Seq
 def _columns(sketcher: Sketcher, numbers: Tensor) -> Tensor:
     """Return numbers by tensor as numbers by entry of the small tensors."""
     return numbers[torch.tensor(sketcher.order, device=numbers.device)][sketcher.owner[sketcher.cut :]]
-
-
-def is_noise(total: Tensor, noise: Tensor) -> Tensor:
-    """Return which entries of a step's gradient are noise, ``[columns]``."""
-    return total.abs() < GROWTH * noise

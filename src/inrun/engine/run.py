@@ -102,7 +102,7 @@ class Run:
         if self.scorer.keeps_uses:
             rows = step.row_numbers
             self.ids[step.number] = (step.ids.numpy(), None if rows is None else rows.numpy())
-        outcome.settled = self.scorer.commit()
+        outcome.settled = self.scorer.commit(step.number, self.mover)
         self._send(step, outcome)
 
     def _is_rough(self, outcome: Outcome, step: Step) -> bool:

@@ -117,7 +117,7 @@ class Scorer:
         """Score a step whose optimizers have stepped."""
         raise NotImplementedError
 
-    def commit(self) -> list[Settled]:
+    def commit(self, step: int, mover: Mover) -> list[Settled]:
         """Make the step's score final; return the uses that it settles."""
         return []
 

@@ -6,54 +6,32 @@ Credit of sample n, used at step s:  Σ_{t≥s} κ_{t,s} c_s ⟨g_n, D_t⟩,  D_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from inrun.engine.carried import Carried, merged
-from inrun.engine.checks import check_entries, check_memory, check_products, nothing
+from inrun.engine.carried import Carried
+from inrun.engine.checks import check_entries, check_products, nothing
 from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
 from inrun.engine.reading import FEW, Reading, clip_from_entries, clip_from_products, correct, joined
-from inrun.engine.rounding import is_noise, noise_of
-from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer, finite
+from inrun.engine.rounding import Noise
+from inrun.engine.scored_step import ScoredStep
+from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients, Validation
-from inrun.engine.window import Entering, Settled, Window, contract
-from inrun.errors import ConfigurationError, ValidationError
-from inrun.optimizers import NO_MEMORY, Memory, UpdateRule
+from inrun.engine.window import Settled, Window
+from inrun.errors import ValidationError
+from inrun.optimizers import UpdateRule
 
 if TYPE_CHECKING:
     from inrun.engine.move import Mover
 
 #: Steps after which sketches get new weights and signs; later every 22.
 REFRESH_AT, REFRESH = (1, 3, 10, 22), 22
-
-
-@dataclass(eq=False)
-class Current:
-    """The step that is being scored."""
-
-    #: The rows of its uses, and the gradients of small tensors as the optimizers used them.
-    entering: Entering
-    now: Tensor
-    #: Σ_n g_n of small tensors, without the entries whose gradient is only rounding; and which these are.
-    total: Tensor
-    cancelled: Tensor | None = None
-    failures: Tensor | None = None
-    step: int = -1
-    mover: Mover | None = None
-    #: Whether the gradients, and the validation losses, were finite.
-    valid: Tensor | None = None
-    #: κ by tensor; parts of q that no sample is paid for.
-    memories: list[Memory | None] = field(default_factory=list)
-    decay: Tensor | None = None
-    inherited: Tensor | None = None
-    rounding: Tensor | None = None
-    sketched: SketchedDirection | None = None
 
 
 class WholeScorer(RefiningScorer):
@@ -69,7 +47,7 @@ class WholeScorer(RefiningScorer):
         own_step: bool = False,
     ) -> None:
         super().__init__(parameters, validation)
-        self.rules, self.sketcher, self.own_step = list(rules), sketcher, own_step
+        self.sketcher, self.own_step = sketcher, own_step
         self.window = Window(sketcher, [i for i in tables if sketcher.plans[i].fine])
         self.steps = 0
         #: The last direction ``[k, size]``, and its sketch.
@@ -77,18 +55,15 @@ class WholeScorer(RefiningScorer):
         self.known: SketchedDirection | None = None
         #: What the optimizers remember: weight decay, momentum of before, rounding, and the samples' gradients of small tensors.
         self.carried = {name: Carried() for name in ("decay", "inherited", "rounding", "data")}
-        #: The noise of entries of small tensors whose batch gradient is only rounding, as the last audit saw it.
-        self.noise: Tensor | None = None
-        self.current: Current | None = None
-        self._signs = self._random_signs()
-        #: Whether Σ|terms| of entries is read of this step's backwards.
-        self._sizes = False
+        self.noise = Noise([rules[s.optimizer].adaptive for s in parameters.scored])
+        self.current: ScoredStep | None = None
+        self._signs = self._random_signs(len(rules))
         #: Σ|credit| of all uses over that of a step's own, as it was last measured.
         self._to_all: Tensor | float = 1.0
 
     def inherit(self, optimizers: Sequence[torch.optim.Optimizer], mover: Mover) -> None:
         """Note what the optimizers remember from before scoring began."""
-        held = [self.rules[s.optimizer].remembered(s.state_of(optimizers[s.optimizer])) for s in self.parameters.scored]
+        held = [mover.rules[s.optimizer].remembered(s.state_of(optimizers[s.optimizer])) for s in self.parameters.scored]
         if not self.own_step and any(h is not None for h in held):
             value = mover.flat.buffer()
             mover.flat.fill(value, held)
@@ -104,15 +79,15 @@ class WholeScorer(RefiningScorer):
             known = {i: sk.flat.view(self.direction, i) for i in sk.lossy}
             known |= {i: torch.cat([known[i], signs]) for i, signs in self._signs.items()}
         # Also without audits: noise must not be credited.
-        self._sizes = audited or audit_due(self.steps, None)
+        self.noise.due = audited or audit_due(self.steps, None)
         return Request(
-            n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, frozenset(self._signs), self._sizes, longest
+            n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, frozenset(self._signs), self.noise.due, longest
         )
 
-    def _random_signs(self) -> dict[int, Tensor]:
+    def _random_signs(self, optimizers: int) -> dict[int, Tensor]:
         """Return random signs ``[1, *shape]`` for optimizers without small tensors: products with them tell the factor."""
         found, generator = {}, torch.Generator().manual_seed(0)
-        for j in range(len(self.rules)):
+        for j in range(optimizers):
             some = self.parameters.of(j)
             if all(s.place in self.sketcher.lossy for s in some):
                 for s in sorted(some, key=lambda s: s.parameter.numel())[:FEW]:
@@ -128,15 +103,14 @@ class WholeScorer(RefiningScorer):
             if self.known is not None:
                 correct(sk, entering, readings, self.known.flat, self.known.tables)
             now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
-            if self._sizes:
-                self.noise = noise_of(sk, entering.rows, readings, self.parameters, self.rules)
-            entries, cancelled = entering.rows[:, sk.cut :], None
+            self.noise.measure(sk, entering.rows, readings, self.parameters)
+            entries = entering.rows[:, sk.cut :]
             total = self.parameters.processes.all_reduced("sums of gradients", entries.sum(0))
-            if self.noise is not None:
-                cancelled = is_noise(total, self.noise)
+            cancelled = self.noise.covers(total)
+            if cancelled is not None:
                 entries.masked_fill_(cancelled, 0.0)
                 total.masked_fill_(cancelled, 0.0)
-            self.current = Current(entering, now, total, cancelled)
+            self.current = ScoredStep(entering, now, total, cancelled)
         some = self.parameters.of(optimizer)
         kept = [s for s in some if sk.plans[s.place].lossless]
         if kept:
@@ -179,15 +153,11 @@ class WholeScorer(RefiningScorer):
         """Take the validation gradient in the middle of the move and work out what it pays; nothing is final yet."""
         current = self.current
         assert current is not None
-        current.mover, current.step = mover, step
-        self._scale(current, mover, clips)
-        current.memories = mover.memories()
-        if self.own_step:
-            stepped = {i for g in mover.groups for some in g.places for i in some}
-            current.memories = [NO_MEMORY if i in stepped else None for i in range(len(current.memories))]
+        current.scale(self.sketcher, self.parameters, mover, clips, self.own_step)
+        current.remember(mover, self.own_step)
         if not self.own_step:
-            self._unpaid(current, mover)
-        accounts, found = self._account(step, current, MIDPOINT)
+            current.take_unpaid(self.sketcher, self.parameters, mover, self.carried)
+        accounts, found = self._account(step, current, mover, MIDPOINT)
         self.window.check_labels(found.labels, step)
         contributions = self.own_credits()
         total, abs_sum = self._sums(contributions)
@@ -199,7 +169,7 @@ class WholeScorer(RefiningScorer):
     def again(self, step: int, mover: Mover, points: Points) -> Accounts:
         """Take the gradient at other points."""
         assert self.current is not None
-        accounts, _ = self._account(step, self.current, points)
+        accounts, _ = self._account(step, self.current, mover, points)
         self._finish_accounts(accounts, self._sums(self.own_credits())[0])
         accounts.abs_sum = self.abs_sum()
         return accounts
@@ -226,84 +196,8 @@ class WholeScorer(RefiningScorer):
             mover.flat.fill(one, row)
         return self.parameters.processes.over_shards((gradients @ mover.moved()).double())
 
-    def _scale(self, current: Current, mover: Mover, clips: dict[int, Tensor]) -> None:
-        """Multiply rows by the factor of their gradients; take out what is only rounding, and what is not finite."""
-        sk, entering = self.sketcher, current.entering
-        # The direction of a step's own share has the sign already.
-        signs = [-1.0 if s.group.get("maximize") and not self.own_step else 1.0 for s in self.parameters.scored]
-        if current.cancelled is not None:
-            current.rounding = torch.where(current.cancelled, current.now, 0.0)
-        if len(clips) == 1 and len(set(signs)) == 1:
-            (factor,) = clips.values()
-            by: list[Tensor] = [factor * signs[0]] * len(signs)
-            entering.rows.mul_(by[0])
-            current.total.mul_(by[0])
-        else:
-            one = torch.zeros((), dtype=sk.dtype, device=sk.device)
-            by = [clips.get(s.optimizer, one) * sign for s, sign in zip(self.parameters.scored, signs, strict=True)]
-            columns = torch.stack([by[i] for i in sk.order]).to(sk.dtype)[sk.owner]
-            entering.rows.mul_(columns)
-            current.total.mul_(columns[sk.cut :])
-        for i, _, _, _, values in entering.tables:
-            values.mul_(by[i])
-        if current.rounding is not None and len(set(signs)) > 1:
-            current.rounding *= torch.tensor([signs[i] for i in sk.order], device=sk.device)[sk.owner[sk.cut :]]
-        elif current.rounding is not None and signs[0] < 0:
-            current.rounding.neg_()
-        if not self.own_step:
-            self._divide(current, mover)
-        grads_valid = finite(entering.rows, *(values for *_, values in entering.tables), *clips.values())
-        grads_valid = self.parameters.processes.all_true(grads_valid)
-        entering.rows = torch.where(grads_valid, entering.rows, 0.0)
-        entering.tables = [(*t, torch.where(grads_valid, values, 0.0)) for *t, values in entering.tables]  # type: ignore[misc]
-        current.valid = grads_valid
-
-    def _divide(self, current: Current, mover: Mover) -> None:
-        """RMSprop with momentum divides a gradient before it remembers it."""
-        sk = self.sketcher
-        for g in mover.groups:
-            for places, part, entry in zip(g.places, g.parts, g.entries() or (), strict=False):
-                for i in places:
-                    if self.parameters.shards is not None:
-                        raise ConfigurationError(
-                            'RMSprop with momentum is not scored under fully_shard. Take momentum=0, or method="step".'
-                        )
-                    if not sk.plans[i].lossless:
-                        raise ConfigurationError(
-                            'RMSprop with momentum needs sketch="exact": a gradient is divided before it is remembered.'
-                        )
-                    here = sk.flat.slices[i]
-                    by = entry[here.start - part.start : here.stop - part.start].to(sk.dtype)
-                    current.entering.rows[:, sk.columns[i]] *= by
-                    current.total[sk.kept_columns(i)] *= by
-                    if current.rounding is not None:
-                        current.rounding[sk.kept_columns(i)] *= by
-
-    def _unpaid(self, current: Current, mover: Mover) -> None:
-        """Work out the parts of q that belong to no sample."""
-        spans, inflow = mover.spans(), None
-        if any(g.coupled != 0.0 for g in mover.groups):
-            inflow = torch.zeros_like(mover.weights_before)
-            for g in mover.groups:
-                entries = g.entries() or [None] * len(g.parts)
-                for part, entry in zip(g.parts, entries, strict=True):
-                    here = torch.mul(mover.weights_before[part], g.coupled, out=inflow[part])
-                    if entry is not None:
-                        here.mul_(entry)
-        current.decay = self.carried["decay"].part(spans, inflow)
-        current.inherited = self.carried["inherited"].part(spans)
-        sk = self.sketcher
-        columns = merged([(sk.kept_columns(i), current.memories[i]) for i in sk.kept])
-        current.rounding = self.carried["rounding"].part(columns, current.rounding)
-        data = self.carried["data"].part(columns, current.total) if sk.kept else None
-        if current.failures is not None and data is not None:
-            known = data if current.rounding is None else data + current.rounding
-            check_memory(current.failures[2:], sk, mover, known, [current.decay, current.inherited], self.parameters)
-
-    def _account(self, step: int, current: Current, points: Points) -> tuple[Accounts, Gradients]:
+    def _account(self, step: int, current: ScoredStep, mover: Mover, points: Points) -> tuple[Accounts, Gradients]:
         """Average the validation gradient over points of the move; set the direction, and account for the move."""
-        mover = current.mover
-        assert mover is not None and current.valid is not None
         total, found = self._average(step, mover, points)
         decay = self._decayed(total, mover)
         if self.own_step:
@@ -323,8 +217,7 @@ class WholeScorer(RefiningScorer):
             data, decay, inherited = self.parameters.processes.over_shards(torch.stack([data - inherited, decay, inherited]))
         self.sketcher.clip_(self.sketcher.flat.views(total))
         sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
-        if current.valid.dim() == 0:
-            self._keep_finite(current, found, total, sketched)
+        current.keep_finite(found, total, sketched)
         current.sketched = sketched
         rounding = None
         if current.rounding is not None:
@@ -340,15 +233,6 @@ class WholeScorer(RefiningScorer):
         for where, factor in _alike([(part, shrink) for parts, shrink in shrunk for part in parts]):
             found += (gradients[:, where] @ mover.weights_before[where]).double() * factor
         return found
-
-    @staticmethod
-    def _keep_finite(current: Current, found: Gradients, direction: Tensor, sketched: SketchedDirection) -> None:
-        """Pay nothing where gradients or validation losses are not finite. The host learns of it later."""
-        assert current.valid is not None
-        current.valid = torch.stack([current.valid, finite(found.losses, sketched.flat, *sketched.tables.values())])
-        failed = ~current.valid.all()
-        for x in (direction, sketched.flat, *sketched.tables.values()):
-            x.masked_fill_(failed, 0.0)
 
     def _average(self, step: int, mover: Mover, points: Points) -> tuple[Tensor, Gradients]:
         total: Tensor | None = None
@@ -372,33 +256,15 @@ class WholeScorer(RefiningScorer):
         return total, found
 
     def own_credits(self) -> Tensor:
-        """Return κ_{t,t} ⟨S g_n, S D⟩ of the step's rows, ``[n, k]``."""
-        current = self.current
-        assert current is not None and current.sketched is not None
-        own = [m.own if m else 0.0 for m in current.memories]
-        sk, entering = self.sketcher, current.entering
-        found = entering.rows @ (current.sketched.flat * sk.columns_of(own)).t()
-        for i, _, first, numbers, values in entering.tables:
-            if i in current.sketched.tables:
-                found[first : first + len(numbers)] += own[i] * contract(numbers, values, current.sketched.tables[i])
-        return found
+        """Return what the step pays its own rows, ``[n, k]``."""
+        assert self.current is not None
+        return self.current.pay_own(self.sketcher)
 
     def by_tensor(self) -> Tensor:
         """Return Σ|contribution| of the step's samples by tensor, ``[k, tensors]``."""
-        current = self.current
-        assert current is not None and current.sketched is not None
-        sk, entering, d = self.sketcher, current.entering, current.sketched
-        total = torch.zeros(len(d.flat), len(sk.order), dtype=torch.float64, device=sk.device)
-        for i, memory in enumerate(current.memories):
-            if memory is None:
-                continue
-            here = sk.columns[i]
-            found = entering.rows[:, here] @ d.flat[:, here].t()
-            for j, _, first, numbers, values in entering.tables:
-                if i == j and i in d.tables:
-                    found[first : first + len(numbers)] += contract(numbers, values, d.tables[i])
-            total[:, i] = abs(memory.own) * found.abs().sum(0, dtype=torch.float64)
-        return self.parameters.processes.all_reduced("sums of contributions by tensor", total)
+        assert self.current is not None
+        found = self.current.by_tensor(self.sketcher)
+        return self.parameters.processes.all_reduced("sums of contributions by tensor", found)
 
     def abs_sum(self) -> Tensor:
         """Return Σ|credit| over all open uses and the step's own; ordinary steps estimate it by the step's own."""
@@ -422,23 +288,20 @@ class WholeScorer(RefiningScorer):
     # The end of the step
 
     @torch.no_grad()
-    def commit(self) -> list[Settled]:
+    def commit(self, step: int, mover: Mover) -> list[Settled]:
         """Let the step's uses in, pay, and settle those whose window has ended."""
-        current, self.current = self.current, None
-        assert current is not None and current.mover is not None and current.sketched is not None
-        self.current = current
         by_epoch = self._by_epoch()
-        own = self.own_credits()
-        self.current = None
+        current, self.current = self.current, None
+        assert current is not None and current.own is not None
         for carried in self.carried.values():
             carried.commit()
         known = None if self.known is None else self.known.flat
-        self.window.pay(current.step, current.memories, current.entering, by_epoch, known, own)
+        self.window.pay(step, current.memories, current.entering, by_epoch, known, current.own)
         self.known = current.sketched
         settled = self.window.settle_passed()
         self.steps += 1
         if self.steps in REFRESH_AT or self.steps % REFRESH == 0:
-            self._refresh(current.mover)
+            self._refresh(mover)
         return settled
 
     def drop(self) -> None:
@@ -491,7 +354,7 @@ class WholeScorer(RefiningScorer):
             "known": None if self.known is None else {"flat": self.known.flat, "tables": self.known.tables},
             "carried": {name: c.value for name, c in self.carried.items()},
             "to_all": self._to_all,
-            "noise": self.noise,
+            "noise": self.noise.level,
             "window": self.window.state_dict(),
         }
 
@@ -499,7 +362,7 @@ class WholeScorer(RefiningScorer):
         """Restore."""
         device = self.sketcher.device
         self.steps, self.direction, self._to_all = state["steps"], _to(state["direction"], device), state["to_all"]
-        self.noise = _to(state["noise"], device)
+        self.noise.level = _to(state["noise"], device)
         known = state["known"]
         self.known = None
         if known is not None:
