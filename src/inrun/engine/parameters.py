@@ -131,12 +131,32 @@ def find_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             f"{'' if patterns is None else f' and matches {list(patterns)}'}. "
             f"Trainable are: {known}{' ...' if len(leaves) > 5 else ''}."
         )
+    check_memory(scored)
     devices = {s.parameter.device for s in scored}
     if len(devices) > 1:
         raise ConfigurationError(
             f"scored parameters are on {len(devices)} devices ({', '.join(map(str, devices))}). Put them on one."
         )
     return Parameters(scored, leaves)
+
+
+def check_memory(scored: Sequence[Scored]) -> None:
+    """Raise for parameters whose values are not there, are complex, or lie where those of another one lie."""
+    owners: dict[int, str] = {}
+    for s in scored:
+        if s.parameter.is_complex():
+            raise ConfigurationError(
+                f"{s.name} is complex, which is not scored. Make a real parameter and use torch.view_as_complex, or leave it out "
+                "with parameters=."
+            )
+        if s.parameter.is_meta:
+            raise ConfigurationError(f"{s.name} is on the meta device. Make the accountant when the weights are loaded.")
+        where = s.weights.data_ptr()
+        if where != 0 and owners.setdefault(where, s.name) != s.name:
+            raise ConfigurationError(
+                f"{s.name} and {owners[where]} are two parameters in the same memory, and each moves the other. Give both modules "
+                "the same nn.Parameter."
+            )
 
 
 def table_places(model: nn.Module, parameters: Parameters) -> tuple[set[int], set[int]]:

@@ -142,14 +142,14 @@ class LeafReader:
     def keep(self, gradient: PerSample, tap: Tap) -> bool:
         """Keep gradients until the step's direction is known."""
         if self.request.keeps:
-            self.request.kept.append((self.place, gradient))
+            self.request.kept.append((self.place, own(gradient, tap)))
         return self.request.keeps
 
     def look_up(self, gradient: LookUp, tap: Tap) -> list[Tensor | None] | None:
         """Return what is read of a look-up without forming its gradient; None where it is small enough to form."""
         r = self.request
         if r.keeps:
-            r.kept.append((self.place, gradient))
+            r.kept.append((self.place, own(gradient, tap)))
             return [None for _ in self.probes(tap)]
         products = None
         if self.products is not None:
@@ -226,3 +226,11 @@ class Collected:
         missing = self.rows is not None and self.rows.heaviest is None
         sizes = [] if self.reader.sizes is None else [self._sizes]
         return [*sizes, *found, None] if missing else [*sizes, *found]
+
+
+def own(gradient: PerSample, tap: Tap) -> PerSample:
+    """Let a gradient that outlives its microbatch have its own copy of the batch, which the loop may overwrite."""
+    for name in ("a", "tokens") if tap.reads_inputs else ():
+        if isinstance(x := getattr(gradient, name, None), Tensor):
+            setattr(gradient, name, x.clone())
+    return gradient

@@ -33,6 +33,7 @@ class Gradients:
     def of(self, place: int, dtype: torch.dtype) -> Tensor | None:
         """Return the gradients of one parameter, ``[k, *shape]``."""
         grads = [row[place] for row in self.rows]
+        grads = [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
         present = [g for g in grads if g is not None]
         if not present:
             return None
