@@ -251,6 +251,19 @@ class Mover:
                     found[i] = memory
         return found
 
+    def factors_and_pushes(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return A and q of tensors whose factor differs from entry to entry, ``[m]`` each, by place."""
+        found = {}
+        for g in self.groups:
+            if g.memories is None:
+                continue
+            for places, part, factor, q in zip(g.places, g.parts, g.factors(), g.pushed(), strict=True):
+                for i in places if isinstance(factor, Tensor) and factor.dim() > 0 else ():
+                    at = self.flat.slices[i]
+                    here = slice(at.start - part.start, at.stop - part.start)
+                    found[i] = (factor[here], q[here])
+        return found
+
     # Directions
 
     @torch.no_grad()

@@ -149,6 +149,18 @@ def clip_from_entries(sketcher: Sketcher, total: Tensor, now: Tensor, small: Seq
     return ratio(total, now, processes)
 
 
+def random_signs(parameters: Parameters, sketcher: Sketcher, optimizers: int) -> dict[int, Tensor]:
+    """Return random signs ``[1, *shape]`` for optimizers without small tensors: products with them tell the factor."""
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for j in range(optimizers):
+        some = parameters.of(j)
+        if all(s.place in sketcher.lossy for s in some):
+            for s in sorted(some, key=lambda s: s.parameter.numel())[:FEW]:
+                signs = torch.randint(0, 2, (1, *s.weights.shape), generator=generator) * 2 - 1
+                found[s.place] = signs.to(sketcher.device, sketcher.dtype)
+    return found
+
+
 def clip_from_products(
     readings: Sequence[Reading], some: Sequence[Scored], directions: dict[int, Tensor], processes: Processes
 ) -> Tensor:

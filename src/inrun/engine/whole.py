@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from inrun.engine.accounts import account_for_pushes, account_for_step
 from inrun.engine.carried import Carried
 from inrun.engine.checks import check_entries, check_products, nothing
 from inrun.engine.options import audit_due
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.readers import Request
-from inrun.engine.reading import FEW, Reading, clip_from_entries, clip_from_products, correct, joined
+from inrun.engine.reading import Reading, clip_from_entries, clip_from_products, correct, joined, random_signs
 from inrun.engine.rounding import Noise
 from inrun.engine.scored_step import ScoredStep
 from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients, Validation
 from inrun.engine.window import Settled, Window
-from inrun.errors import ValidationError
 from inrun.optimizers import UpdateRule
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class WholeScorer(RefiningScorer):
         self.carried = {name: Carried() for name in ("decay", "inherited", "rounding", "data")}
         self.noise = Noise([rules[s.optimizer].adaptive for s in parameters.scored])
         self.current: ScoredStep | None = None
-        self._signs = self._random_signs(len(rules))
+        self._signs = random_signs(parameters, sketcher, len(rules))
         #: Σ|credit| of all uses over that of a step's own, as it was last measured.
         self._to_all: Tensor | float = 1.0
 
@@ -83,17 +83,6 @@ class WholeScorer(RefiningScorer):
         return Request(
             n, sk.dtype, sk, self.window.epoch, self.parameters.gathered(known), k, frozenset(self._signs), self.noise.due, longest
         )
-
-    def _random_signs(self, optimizers: int) -> dict[int, Tensor]:
-        """Return random signs ``[1, *shape]`` for optimizers without small tensors: products with them tell the factor."""
-        found, generator = {}, torch.Generator().manual_seed(0)
-        for j in range(optimizers):
-            some = self.parameters.of(j)
-            if all(s.place in self.sketcher.lossy for s in some):
-                for s in sorted(some, key=lambda s: s.parameter.numel())[:FEW]:
-                    signs = torch.randint(0, 2, (1, *s.weights.shape), generator=generator) * 2 - 1
-                    found[s.place] = signs.to(self.sketcher.device, self.sketcher.dtype)
-        return found
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare entries of small tensors with the samples', or products with random signs where no tensor is small."""
@@ -199,22 +188,11 @@ class WholeScorer(RefiningScorer):
     def _account(self, step: int, current: ScoredStep, mover: Mover, points: Points) -> tuple[Accounts, Gradients]:
         """Average the validation gradient over points of the move; set the direction, and account for the move."""
         total, found = self._average(step, mover, points)
-        decay = self._decayed(total, mover)
+        inherited, processes = None, self.parameters.processes
         if self.own_step:
-            data, inherited = (total @ mover.moved()).double() - decay, None
-            data, decay = self.parameters.processes.over_shards(torch.stack([data, decay]))
-            mover.to_own_directions_(total)
+            data, decay = account_for_step(total, mover, processes)
         else:
-            mover.to_directions_(total)
-            data = torch.zeros_like(decay)
-            for g in mover.groups:
-                for part, q in zip(g.parts, g.pushed() if g.memories else (), strict=False):
-                    data += (total[:, part] @ q.to(total.dtype)).double()
-            if current.decay is not None:
-                part_of_decay = (total @ current.decay).double()
-                decay, data = decay + part_of_decay, data - part_of_decay
-            inherited = torch.zeros_like(data) if current.inherited is None else (total @ current.inherited).double()
-            data, decay, inherited = self.parameters.processes.over_shards(torch.stack([data - inherited, decay, inherited]))
+            data, decay, inherited = account_for_pushes(total, mover, current, processes)
         self.sketcher.clip_(self.sketcher.flat.views(total))
         sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
         current.keep_finite(found, total, sketched)
@@ -224,15 +202,6 @@ class WholeScorer(RefiningScorer):
             rounding = (sketched.flat[:, self.sketcher.cut :] @ current.rounding).double()
             data = data if self.own_step else data - rounding
         return Accounts(data, data.abs(), decay, inherited, rounding, points=len(points)), found
-
-    @staticmethod
-    def _decayed(gradients: Tensor, mover: Mover) -> Tensor:
-        """Return what decoupled weight decay did by the gradients, ``[k]``."""
-        found = torch.zeros(len(gradients), dtype=torch.float64, device=gradients.device)
-        shrunk = [(g.parts, g.shrink) for g in mover.groups if isinstance(g.shrink, Tensor) or g.shrink != 0.0]
-        for where, factor in _alike([(part, shrink) for parts, shrink in shrunk for part in parts]):
-            found += (gradients[:, where] @ mover.weights_before[where]).double() * factor
-        return found
 
     def _average(self, step: int, mover: Mover, points: Points) -> tuple[Tensor, Gradients]:
         total: Tensor | None = None
@@ -317,16 +286,7 @@ class WholeScorer(RefiningScorer):
     def _refresh(self, mover: Mover) -> None:
         """Sketch with new weights and signs from now on, and begin the sums anew."""
         if self.sketcher.lossy and self.direction is not None:
-            moves = {}
-            for g in mover.groups:
-                if g.memories is None:
-                    continue
-                for places, part, factor, q in zip(g.places, g.parts, g.factors(), g.pushed(), strict=True):
-                    for i in places if isinstance(factor, Tensor) and factor.dim() > 0 else ():
-                        at = self.sketcher.flat.slices[i]
-                        here = slice(at.start - part.start, at.stop - part.start)
-                        moves[i] = (factor[here], q[here])
-            epoch: Epoch = self.sketcher.epoch(self.window.epoch.number + 1, moves)
+            epoch: Epoch = self.sketcher.epoch(self.window.epoch.number + 1, mover.factors_and_pushes())
             self.window.rebase()
             self.window.begin_epoch(epoch)
             self.known = self.sketcher.of_flat(self.direction, epoch, self.window.tables)
@@ -375,17 +335,3 @@ class WholeScorer(RefiningScorer):
 
 def _to(x: Any, device: torch.device) -> Any:
     return x.to(device, copy=True) if isinstance(x, Tensor) else x
-
-
-def _alike(spans: Sequence[tuple[slice, Any]]) -> list[tuple[slice, Any]]:
-    """Join neighbouring slices with the same number."""
-    found: list[tuple[slice, Any]] = []
-    for where, x in sorted(spans, key=lambda s: s[0].start):
-        if found and found[-1][0].stop == where.start and not isinstance(x, Tensor) and found[-1][1] == x:
-            found[-1] = (slice(found[-1][0].start, where.stop), x)
-        else:
-            found.append((where, x))
-    return found
-
-
-__all__ = ["ValidationError", "WholeScorer"]
