@@ -183,7 +183,8 @@ class Collected:
     def __init__(self, reader: LeafReader, rows: Rows | None) -> None:
         self.reader, self.rows = reader, rows
         r = reader.request
-        self._directions = r.directions[reader.place].flatten(1) if reader.products is not None else None
+        v = r.directions[reader.place] if reader.products is not None else None
+        self._directions = None if v is None else v.reshape(len(v), -1)
         self._sizes: Tensor | None = None
         #: Gradients of tensors made of the parameter, pulled back, where they are kept.
         self._kept: list[Tensor] = []
