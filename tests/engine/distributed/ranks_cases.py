@@ -60,13 +60,15 @@ def checkpointed() -> nn.Module:
     return Checkpointed(GPTConfig(23, 12, 8, 2, 2, 0.0, True)).double()
 
 
-def sharded(again: bool = True, policy: Any = None) -> Callable[[nn.Module, Any], Any]:
+def sharded(again: bool = True, policy: Any = None, compiled: bool = False) -> Callable[[nn.Module, Any], Any]:
     """Apply fully_shard to blocks and model."""
 
     def wrap(model: Any, group: Any) -> Any:
         mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         options = {"mesh": mesh, "reshard_after_forward": again, **({} if policy is None else {"mp_policy": policy})}
         for block in model.blocks:
+            if compiled:
+                block.compile(backend="aot_eager", fullgraph=True)
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
@@ -98,6 +100,9 @@ MORE_DDP = [
     Case("whole, unused", {"sketch": 256}, wrap=UNUSED, model=SomeUnused, sizes=((2, 3),), apart=True, zero_in_place=True),
     Case("whole, checkpointed", {"sketch": 256}, model=checkpointed),
     Case("bitwise", {"bitwise": True}),
+    Case("compile(DDP)", {"method": "first"}, wrap=lambda m, g: torch.compile(ddp()(m, g), backend="aot_eager"), model=one_block),
+    Case("DDP(compile)", {}, wrap=lambda m, g: ddp()(torch.compile(m, backend="aot_eager"), g), model=one_block, steps=2),
+    Case("single precision", {"sketch": 256}, sgd, model=SINGLE, apart=True, tolerance=5e-6),
 ]
 CONTROL = Case("never averaged", {"method": "first"}, clip=None, steps=1, optimizer=sgd, never_sync=True)
 RESUMED = [
@@ -126,6 +131,8 @@ FSDP = [
 ]
 MORE_FSDP = [
     Case("fsdp step, untied", {"method": "step"}, wrap=SHARDED, model=functools.partial(tiny, tied=False)),
+    Case("fsdp first, compiled", {"method": "first"}, sgd, wrap=sharded(compiled=True), steps=2),
+    Case("fsdp whole, compiled", {"sketch": 256}, wrap=sharded(False, compiled=True), steps=2),
     Case("fsdp checkpointed", {"sketch": 256}, sgd, wrap=SHARDED, model=checkpointed),
     Case("fsdp whole, kept whole", {"sketch": 256}, sgd, ((3, 2),), wrap=sharded(False), steps=12),
     Case("fsdp first, bfloat16", {"method": "first"}, sgd, wrap=sharded(policy=HALF), model=SINGLE, steps=2, tolerance=2e-2),

@@ -8,6 +8,7 @@ from typing import Any
 
 from ranks_cases import CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED, RESUMED_FOUR, UNBROKEN
 from ranks_exchanges import EXCHANGES
+from ranks_guards import DYING, GUARDS
 from ranks_runs import Case, play
 
 Job = dict[str, Callable[[int, int], Any]]
@@ -18,7 +19,8 @@ def played(cases: list[Case], of: int = 2) -> Job:
 
 
 JOBS: dict[str, Job] = {
-    "fast": {**EXCHANGES, **played([*DDP, CONTROL, *FSDP])},
+    "fast": {**EXCHANGES, **GUARDS, **played([*DDP, CONTROL, *FSDP])},
+    **{name: {"left": run} for name, run in DYING.items()},
     "more ddp": played(MORE_DDP),
     "more fsdp": played(MORE_FSDP),
     "resumed": played([*RESUMED, *UNBROKEN]),

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from inrun.engine.processes import Communication
+
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks_cases import BY_NAME, CONTROL, DDP, FOUR, FSDP, MORE_DDP, MORE_FSDP, RESUMED, RESUMED_FOUR, UNBROKEN
 from ranks_exchanges import ERRORS
+from ranks_guards import AGREED, REFUSED
 from ranks_job import launch
 from ranks_runs import assembled, differences, play
 
@@ -31,6 +34,14 @@ def test_sums_over_ranks_take_few_calls() -> None:
         assert payload == {"x": 12 * 4 + 4 * 8, "y": 8} and calls == 3
 
 
+def test_bytes_that_a_rank_sends() -> None:
+    """Rings: sums go round twice in parts of 1/W, what is gathered is sent to all others, what rank 0 gets once."""
+    payload = {"validation gradient": 800, "directions": 100, "barriers": 10, "messages": 1000, "parts for rank 0": 7}
+    assert Communication(4, payload).bytes == 1917
+    assert Communication(4, payload).wire == 800 * 2 * 3 / 4 + (100 + 10 + 1000) * 3 + 7
+    assert Communication(1, payload).wire == 0
+
+
 def test_ranks_exchange_plain_objects() -> None:
     for rank, x in enumerate(found("fast", 2)):
         objects, packed, answer, some, none = x["words"]
@@ -43,6 +54,29 @@ def test_ranks_exchange_plain_objects() -> None:
 def test_an_error_on_one_rank_is_raised_on_all(name: str) -> None:
     for x in found("fast", 2):
         assert re.search(ERRORS[name], x[name]["error"], re.DOTALL), x[name]
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_is_refused_is_named_on_all(name: str) -> None:
+    for x in found("fast", 2):
+        assert re.search(REFUSED[name][1], x[name]["error"], re.DOTALL), x[name]
+
+
+@pytest.mark.parametrize("name", list(AGREED))
+def test_ranks_agree(name: str) -> None:
+    assert [x[name] for x in found("fast", 2)] == [AGREED[name][1]] * 2
+
+
+@pytest.mark.parametrize("how", ["dies", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sleeps", "dies, split"))])
+def test_a_rank_that_does_not_come_is_named(how: str) -> None:
+    first, second = launch(how, extra={"JOB_TIMEOUT": "8", "JOB_STOPS": "1"})
+    assert re.search(r"ProcessError: rank 1 \(process \d+ on .*did not answer", first["left"]["error"]), first
+    assert first["left"]["seconds"] < 30
+    assert second["code"] == 7 or how == "sleeps"
+
+
+def test_processes_end_cleanly_and_leave_nobody() -> None:
+    assert [(x["code"], x["orphans"]) for x in found("fast", 2)] == [(0, False)] * 2, [x["log"][-2000:] for x in found("fast", 2)]
 
 
 def compare(job: str, name: str, world: int = 2) -> dict[str, float]:
