@@ -12,8 +12,8 @@ from torch import Tensor
 from inrun.engine.parameters import Parameters, Scored
 from inrun.engine.processes import Processes
 from inrun.engine.readers import LeafReader, Request
+from inrun.engine.ring import Entering, contract
 from inrun.engine.sketch import Sketcher
-from inrun.engine.window import Entering, contract
 from inrun.layers.gradients import PerSample
 
 #: Tensors from which the clip factor is read where gradients are only contracted.

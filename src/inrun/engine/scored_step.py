@@ -11,10 +11,10 @@ from torch import Tensor
 from inrun.engine.carried import Carried, merged
 from inrun.engine.checks import check_memory
 from inrun.engine.parameters import Parameters
+from inrun.engine.ring import Entering, contract
 from inrun.engine.scorer import finite
 from inrun.engine.sketch import SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients
-from inrun.engine.window import Entering, contract
 from inrun.errors import ConfigurationError
 from inrun.optimizers import NO_MEMORY, Memory
 

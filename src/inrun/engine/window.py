@@ -12,7 +12,7 @@ from later ones. Every so often the sums begin anew (P = 1, R = 0), which keeps 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from inrun.engine.memory import Numbers, StepMemory
+from inrun.engine.ring import Entering, Ring
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.sketch_error import SketchErrors
 from inrun.errors import ConfigurationError, ValidationError
@@ -32,14 +33,6 @@ REBASE = 22
 
 
 @dataclass(eq=False)
-class TableRows:
-    """Rows of a table that open uses touched: numbers ``[places, rows, r]`` and values ``[places, rows, r, per_row]``."""
-
-    numbers: Tensor
-    values: Tensor
-
-
-@dataclass(eq=False)
 class Slot:
     """The uses of one open step."""
 
@@ -48,18 +41,6 @@ class Slot:
     rows: int
     epoch: Epoch
     #: The ids of its samples, to find those that are used again.
-    ids: npt.NDArray[np.int64] | None = None
-
-
-@dataclass(eq=False)
-class Entering:
-    """What a step's samples leave: S g_n ``[n, columns]``, and rows of tables.
-
-    ``tables`` holds: tensor, number of the call that read it, first row, numbers ``[n, r]``, values ``[n, r, per_row]``.
-    """
-
-    rows: Tensor
-    tables: list[tuple[int, int, int, Tensor, Tensor]] = field(default_factory=list)
     ids: npt.NDArray[np.int64] | None = None
 
 
@@ -83,11 +64,8 @@ class Window:
         self.memory = StepMemory(len(sketcher.plans))
         self.slots: list[Slot] = []
         self.epochs: list[Epoch] = [sketcher.epoch(0, {})]
-        #: Rows; and by use what it was paid and what R had for it when it entered.
-        self.ring = torch.zeros(0)
-        self.uses: dict[str, Tensor] = {}
+        self.ring = Ring(sketcher)
         self.errors = SketchErrors(sketcher, self.tables)
-        self.apart: dict[tuple[int, int], TableRows] = {}
 
     @property
     def sets(self) -> int:
@@ -111,34 +89,16 @@ class Window:
 
     def reserve(self, steps: int, rows: int) -> None:
         """Make room for so many open steps of so many rows; what is open is kept."""
-        old = tuple(self.ring.shape[:2]) if self.ring.dim() == 3 else (0, 0)
-        steps, rows = max(steps, old[0]), max(rows, old[1])
-        if (steps, rows) == old:
-            return
-        sk, k = self.sketcher, self.sets
-        self.ring = self._grown(self.ring, (steps, rows, sk.size))
-        self.uses = {name: self._grown(self.uses.get(name), (steps, rows, k)) for name in ("credit", "noted")}
-        self.errors.reserve(steps, rows, k)
-        for t in self.apart.values():
-            t.numbers = self._grown(t.numbers, (steps, rows, *t.numbers.shape[2:]))
-            t.values = self._grown(t.values, (steps, rows, *t.values.shape[2:]))
-
-    def _grown(self, old: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        dtype = old.dtype if old is not None and old.numel() else self.sketcher.dtype
-        new = torch.zeros(shape, dtype=dtype, device=self.sketcher.device)
-        if old is not None and old.numel():
-            new[tuple(slice(0, size) for size in old.shape)] = old
-        return new
+        if self.ring.reserve(steps, rows, self.sets):
+            self.errors.reserve(*self.ring.rows.shape[:2], self.sets)
 
     def _free_place(self, rows: int) -> int:
         taken = {slot.place for slot in self.slots}
-        steps = self.ring.shape[0] if self.ring.dim() == 3 else 0
-        if rows > (self.ring.shape[1] if steps else 0):
-            self.reserve(steps, rows)
-        free = next((p for p in range(steps) if p not in taken), None)
+        self.reserve(self.ring.places, rows)
+        free = next((p for p in range(self.ring.places) if p not in taken), None)
         if free is None:
+            free = self.ring.places
             self.reserve(max(len(self.slots) + 1, self.memory.steps_open() + 1), rows)
-            free = next(p for p in range(len(self.ring)) if p not in taken)
         return free
 
     # Epochs
@@ -197,11 +157,8 @@ class Window:
         total = torch.zeros(self.sets, dtype=torch.float64, device=self.sketcher.device)
         by = self._columns(f)
         for slot in self.slots:
-            direction, place, n = directions[id(slot.epoch)], slot.place, slot.rows
-            found = self.ring[place, :n] @ (direction.flat * by).t()
-            for (i, _), t in self.apart.items():
-                if i in direction.tables:
-                    found += float(f[i]) * contract(t.numbers[place, :n], t.values[place, :n], direction.tables[i])
+            direction = directions[id(slot.epoch)]
+            found = self.ring.products(slot.place, slot.rows, direction.flat * by, direction.tables, f)
             total += found.abs().sum(0)
         return total
 
@@ -232,50 +189,23 @@ class Window:
         n = len(entering.rows)
         place = self._free_place(n)
         slot = Slot(step, place, n, self.epoch, entering.ids)
-        row = self.ring[place, :n]
-        self._enter_tables(place, n, entering, weight)
-        self.uses["credit"][place, :n] = own_credits
-        torch.mul(entering.rows, self._columns(weight), out=row)
+        self.ring.enter(place, entering, weight, self._columns(weight))
         self.slots.append(slot)
-        self.uses["noted"][place, :n] = self.value(slot)
+        self.ring.uses["credit"][place, :n] = own_credits
+        self.ring.uses["noted"][place, :n] = self.value(slot)
         ratio = self._columns(np.where(weight == 0.0, 0.0, own / np.where(weight == 0.0, 1.0, weight)))
-        self.errors.enter(slot, direction, ratio, known, self.apart)
-
-    def _enter_tables(self, place: int, n: int, entering: Entering, weight: Numbers) -> None:
-        for t in self.apart.values():
-            t.values[place].zero_()
-        for i, call, first, numbers, values in entering.tables:
-            at = self._table((i, call), numbers.shape[1], values.shape[2])
-            rows = slice(first, first + len(numbers))
-            at.numbers[place, rows, : numbers.shape[1]] = numbers
-            torch.mul(values, float(weight[i]), out=at.values[place, rows, : numbers.shape[1]])
-
-    def _table(self, key: tuple[int, int], r: int, per_row: int) -> TableRows:
-        steps, rows = self.ring.shape[:2]
-        old = self.apart.get(key)
-        if old is None or old.numbers.shape[2] < r:
-            numbers = torch.zeros(steps, rows, r, dtype=torch.long, device=self.sketcher.device)
-            values = torch.zeros(steps, rows, r, per_row, dtype=self.sketcher.dtype, device=self.sketcher.device)
-            if old is not None:
-                numbers[:, :, : old.numbers.shape[2]] = old.numbers
-                values[:, :, : old.values.shape[2]] = old.values
-            self.apart[key] = TableRows(numbers, values)
-        return self.apart[key]
+        self.errors.enter(slot, direction, ratio, known, self.ring.tables)
 
     # Credits
 
     def value(self, slot: Slot) -> Tensor:
         """Return ⟨rows, R⟩ of a step's uses, ``[n, k]``."""
-        place, n, epoch = slot.place, slot.rows, slot.epoch
-        found = self.ring[place, :n] @ epoch.paid.t()
-        for (i, _), t in self.apart.items():
-            found += contract(t.numbers[place, :n], t.values[place, :n], epoch.tables[i])
-        return found
+        return self.ring.products(slot.place, slot.rows, slot.epoch.paid, slot.epoch.tables)
 
     def credits_of(self, slot: Slot) -> Tensor:
         """Return what a step's uses were paid so far, ``[n, k]``."""
         at = (slot.place, slice(0, slot.rows))
-        return self.uses["credit"][at] + self.value(slot) - self.uses["noted"][at]
+        return self.ring.uses["credit"][at] + self.value(slot) - self.ring.uses["noted"][at]
 
     def settle_passed(self) -> list[Settled]:
         """Settle the steps whose windows have ended."""
@@ -303,20 +233,18 @@ class Window:
 
     def error_of(self, slot: Slot) -> Tensor:
         """Return the standard errors of a step's credits, ``[n, k]``."""
-        return self.errors.of(slot, self.ring, self.slots)
+        return self.errors.of(slot, self.ring.rows, self.slots)
 
     def rebase(self) -> None:
         """Begin the sums anew."""
         for slot in self.slots:
             at = (slot.place, slice(0, slot.rows))
-            self.uses["credit"][at] = self.credits_of(slot)
-            self.uses["noted"][at] = 0.0
+            self.ring.uses["credit"][at] = self.credits_of(slot)
+            self.ring.uses["noted"][at] = 0.0
         kept = self.memory.rebase()
         by = self._columns(kept)
         self.errors.rebase(self.slots, kept, by)
-        self.ring.mul_(by)
-        for (i, _), t in self.apart.items():
-            t.values.mul_(float(kept[i]))
+        self.ring.scale(kept, by)
         for e in self.epochs:
             e.paid.zero_()
             for table in e.tables.values():
@@ -327,18 +255,12 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return plain data and tensors; of the ring what is open."""
         numbers = {id(e): e.number for e in self.epochs}
-        held = {
-            "ring": self.ring,
-            **{f"uses.{name}": x for name, x in self.uses.items()},
-            **{f"errors.{name}": x for name, x in self.errors.held.items()},
-            **{f"numbers.{i}.{call}": t.numbers for (i, call), t in self.apart.items()},
-            **{f"values.{i}.{call}": t.values for (i, call), t in self.apart.items()},
-        }
+        held = {**self.ring.held(), **{f"errors.{name}": x for name, x in self.errors.held.items()}}
         places = [s.place for s in self.slots]
         return {
             "labels": [[c.name, c.point, c.is_fold] for c in self.labels],
             "memory": self.memory.state_dict(),
-            "shape": list(self.ring.shape),
+            "shape": list(self.ring.rows.shape),
             "slots": [
                 [s.step, s.place, s.rows, numbers[id(s.epoch)], None if s.ids is None else s.ids.tolist()] for s in self.slots
             ],
@@ -351,7 +273,7 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore."""
         sk = self.sketcher
-        if state["shape"] and len(state["shape"]) == 3 and state["shape"][2] != sk.size:
+        if state["shape"][2] != sk.size:
             raise ConfigurationError(
                 f"the saved run kept {state['shape'][2]} numbers per sample, this accountant {sk.size}. Give the same sketch=."
             )
@@ -369,29 +291,16 @@ class Window:
             Slot(step, place, rows, by_number[n], None if ids is None else np.array(ids, np.int64))
             for step, place, rows, n, ids in state["slots"]
         ]
-        self.ring, self.uses, self.apart = torch.zeros(0), {}, {}
-        self.errors = SketchErrors(sk, self.tables)
-        if len(state["shape"]) == 3:
-            self.reserve(state["shape"][0], state["shape"][1])
+        self.ring, self.errors = Ring(sk), SketchErrors(sk, self.tables)
+        self.reserve(state["shape"][0], state["shape"][1])
         places = [s.place for s in self.slots]
-        for name, x in state["held"].items():
-            kind, _, rest = name.partition(".")
-            if kind in ("numbers", "values"):
-                i, call = map(int, rest.split("."))
-                wide = state["held"][f"values.{i}.{call}"].shape
-                target: Tensor = getattr(self._table((i, call), wide[2], wide[3]), kind)
-            else:
-                target = self.ring if kind == "ring" else (self.errors.held if kind == "errors" else self.uses)[rest]
-            target[places] = x.to(sk.device)
+        self.ring.restore(places, state["held"])
+        for name, x in self.errors.held.items():
+            if f"errors.{name}" in state["held"]:
+                x[places] = state["held"][f"errors.{name}"].to(sk.device)
 
     def nbytes(self) -> int:
         """Return the memory of the ring and its sums."""
-        held = [self.ring, *self.uses.values()]
-        held += [x for t in self.apart.values() for x in (t.numbers, t.values)]
+        held = list(self.ring.held().values())
         held += [x for e in self.epochs for x in (e.paid, *e.tables.values(), *(w for w in e.weights if w is not None))]
         return sum(x.nbytes for x in held) + self.errors.nbytes() + self.sketcher.nbytes()
-
-
-def contract(numbers: Tensor, values: Tensor, table: Tensor) -> Tensor:
-    """Return Σ values ∘ table[numbers], ``[n, k]``, for numbers ``[n, r]``, values ``[n, r, j]`` and a table ``[k, rows, j]``."""
-    return torch.stack([torch.einsum("nrj,nrj->n", values, one[numbers]) for one in table], 1)
