@@ -16,7 +16,7 @@ from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers.checkpoints import no_reentry, no_trace
 from inrun.layers.layout import UNREAD, Layout
 from inrun.layers.tap import Tap
-from inrun.layers.tape import Tape, tensors_in
+from inrun.layers.tape import Tape
 
 log = logging.getLogger("inrun")
 #: A tap's layout is believed for new shapes once it was read for so many.

@@ -258,7 +258,9 @@ class Mover:
             if g.memories is None:
                 continue
             for places, part, factor, q in zip(g.places, g.parts, g.factors(), g.pushed(), strict=True):
-                for i in places if isinstance(factor, Tensor) and factor.dim() > 0 else ():
+                if not isinstance(factor, Tensor) or factor.dim() == 0:
+                    continue
+                for i in places:
                     at = self.flat.slices[i]
                     here = slice(at.start - part.start, at.stop - part.start)
                     found[i] = (factor[here], q[here])

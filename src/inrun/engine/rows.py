@@ -150,7 +150,7 @@ class RowProbe:
                     maps.append((edge, shape, who.expand(tuple(shape))))
             if not maps:
                 continue
-            asked = [t for t in self.taps if unread(t) or t.reads_inputs or bool((t.who >= 0).any())]  # type: ignore[operator]
+            asked = [t for t in self.taps if unread(t) or t.reads_inputs or bool((t.who >= 0).any())]  # type: ignore[operator,union-attr]
             traced = self._trace([t.edge for t in asked], maps)
             proven = from_outputs or any(
                 w is not None and bool((w != SILENT).any()) and (t.reads_inputs or not unread(t))
@@ -174,7 +174,7 @@ class RowProbe:
         own = next((w for name, _, w in self.samples.layouts(tap.shape) if name == "first"), None)
         if own is None:
             return True
-        own = own.expand(tuple(tap.shape))[(..., *[0] * (len(tap.shape) - who.ndim))]
+        own = first_of(own.expand(tuple(tap.shape)), who.ndim)
         return bool(((who == own) | (who == SILENT)).all())
 
     def _trace(self, edges: list[Any], seeds: list[Any]) -> list[Tensor | None]:
@@ -219,11 +219,11 @@ class RowProbe:
             return "mixed"
         for name, layout, every in self.samples.layouts(tap.shape):
             every = every.expand(tuple(tap.shape))
-            own = every[(..., *[0] * (every.ndim - who.ndim))]
+            own = first_of(every, who.ndim)
             if bool(((who == own) | ~live).all()):
                 if layout.kind == "index" and layout.index is None:
                     lead = 2 if name == "second, folded" else len(tap.shape)
-                    rows = every[(..., *[0] * (every.ndim - lead))].reshape(-1)
+                    rows = first_of(every, lead).reshape(-1)
                     layout = Layout("index", self.samples.n, index_of(rows, self.samples.n), lead)
                 tap.layout = layout
                 return name
@@ -265,6 +265,13 @@ def _fold(g: Tensor) -> Tensor:
         return g
     r = torch.rand(g.shape[-1], generator=torch.Generator().manual_seed(g.shape[-1])) + 0.5
     return g.float() @ r.to(g.device) if g.dtype != torch.float64 else g @ r.to(g.device, g.dtype)
+
+
+def first_of(x: Tensor, dims: int) -> Tensor:
+    """Return the first entry along all dimensions but the first ``dims``."""
+    while x.dim() > dims:
+        x = x.select(-1, 0)
+    return x
 
 
 def unread(tap: Tap) -> bool:

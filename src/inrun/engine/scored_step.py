@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -109,7 +110,7 @@ class ScoredStep:
         if any(g.coupled != 0.0 for g in mover.groups):
             inflow = torch.zeros_like(mover.weights_before)
             for g in mover.groups:
-                entries = g.entries() or [None] * len(g.parts)
+                entries: Sequence[Tensor | None] = g.entries() or [None] * len(g.parts)
                 for part, entry in zip(g.parts, entries, strict=True):
                     here = torch.mul(mover.weights_before[part], g.coupled, out=inflow[part])
                     if entry is not None:

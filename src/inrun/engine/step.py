@@ -174,6 +174,8 @@ class Step:
 
     def open(self, micro: Microbatch) -> None:
         """Begin a microbatch; the one before has ended."""
+        if self.run.open_step is not self:
+            raise StepError("this step is not open. Open its microbatches inside its `with` block.")
         self._close_microbatch()
         if self.stepped:
             raise StepError("the optimizer has stepped already. Open a new step for the next backward.")
@@ -306,6 +308,9 @@ class Step:
                 self.run.abandon(self)
         finally:
             self.run.end(self)
+            # Step and microbatches refer to each other: what they hold of the backwards would wait for the garbage collector.
+            self._given = None
+            self.microbatches.clear()
 
     @property
     def total(self) -> int:

@@ -222,7 +222,7 @@ def _with_curvature(
     first = torch.autograd.grad(point, list(parameters), create_graph=True, allow_unused=True)
     slopes = [(g * d).sum() for g, d in zip(first, move, strict=True) if g is not None and d is not None]
     slope = torch.stack(slopes).sum() if slopes else point.new_zeros(())
-    plain = [None if g is None else g.detach() for g in first]
+    plain: list[Tensor | None] = [None if g is None else g.detach() for g in first]
     if not slope.requires_grad:  # a loss that is linear in the weights has no curvature
         return plain
     try:

@@ -90,7 +90,7 @@ class Window:
     def reserve(self, steps: int, rows: int) -> None:
         """Make room for so many open steps of so many rows; what is open is kept."""
         if self.ring.reserve(steps, rows, self.sets):
-            self.errors.reserve(*self.ring.rows.shape[:2], self.sets)
+            self.errors.reserve(self.ring.rows.shape[0], self.ring.rows.shape[1], self.sets)
 
     def _free_place(self, rows: int) -> int:
         taken = {slot.place for slot in self.slots}

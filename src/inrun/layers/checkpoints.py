@@ -70,5 +70,5 @@ def no_trace(model: nn.Module) -> Iterator[None]:
         torch.set_rng_state(state)
         with torch.no_grad():
             for buffer, content in buffers:
-                with torch.autograd._unsafe_preserve_version_counter(buffer):
+                with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
                     buffer.copy_(content)

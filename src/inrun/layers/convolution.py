@@ -140,11 +140,12 @@ def _tap(tape: Tape, func: Any, transposed: bool, x: Tensor, weight: Tensor, bia
     targets = [s for s, w in ((of_weight, wanted[0]), (of_bias, wanted[1])) if s is not None and w]
     constants = (Geometry(weight, transposed, given), wanted)
     if not wanted[0] or not tape.owns(weight):
-        out, owned = func(x, weight, bias, **given), ()
+        out, owned = func(x, weight, bias, **given), list[Tensor]()
     else:
-        owned = (weight,) if not wanted[1] else (weight, bias)
-        out = func(x, weight.detach(), bias.detach() if wanted[1] else bias, **given)
-    return tape.observe(func, out, rule_of_convolution, targets, (x, weight), (x, weight.detach()), constants, owned)
+        own_bias = bias if wanted[1] else None
+        owned = [weight] if own_bias is None else [weight, own_bias]
+        out = func(x, weight.detach(), bias if own_bias is None else own_bias.detach(), **given)
+    return tape.observe(func, out, rule_of_convolution, targets, (x, weight), (x, weight.detach()), constants, tuple(owned))
 
 
 @rule_for(F.conv1d, F.conv2d, F.conv3d)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inrun.layers.layout import tensors_in
 from inrun.layers.tap import opened
-from inrun.layers.tape import POINTWISE, Tape, rule_for, tensors_in
+from inrun.layers.tape import POINTWISE, Tape, rule_for
 
 _NAMES = (
     "add sub mul div true_divide divide multiply subtract rsub pow float_power maximum minimum fmax fmin lerp addcmul addcdiv "

@@ -40,8 +40,9 @@ def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias
     given, saved = (x, weight), (x,) if wanted[0] else ()
     if not wanted[0] or not tape.owns(weight):
         return tape.observe(func, func(x, weight, bias), rule_of_linear, targets, given, saved, wanted)
-    owned = (weight,) if not wanted[1] else (weight, bias)
-    out = func(x, weight.detach(), bias.detach() if wanted[1] else bias)
+    own_bias = bias if wanted[1] else None
+    owned = (weight,) if own_bias is None else (weight, own_bias)
+    out = func(x, weight.detach(), bias if own_bias is None else own_bias.detach())
     return tape.observe(func, out, rule_of_linear, targets, given, saved, wanted, owned)
 
 

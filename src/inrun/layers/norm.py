@@ -16,8 +16,8 @@ from inrun.layers.tap import Source, Tap
 from inrun.layers.tape import Tape, rule_for
 
 
-def _targets(tape: Tape, *parameters: Tensor | None) -> tuple[list[Source], tuple[bool, ...]] | None:
-    """Return the scored sources among scale and shift, and which they are; None if one is no source but wants a gradient."""
+def _targets(tape: Tape, *parameters: Tensor | None) -> tuple[list[Source], tuple[bool, ...]]:
+    """Return the scored sources among scale and shift, and which they are."""
     sources = [tape.source(p) for p in parameters]
     wanted = tuple(s is not None and s.scored for s in sources)
     return [s for s, w in zip(sources, wanted, strict=True) if s is not None and w], wanted
