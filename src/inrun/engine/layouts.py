@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from inrun.engine.rows import RowProbe, Samples
 from inrun.errors import IdsError, RowOwnershipError
 from inrun.layers.checkpoints import no_reentry, no_trace
-from inrun.layers.layout import UNREAD, Layout
+from inrun.layers.layout import UNREAD, Layout, tensors_in
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape
 
