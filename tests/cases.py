@@ -5,11 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.pytorch_utils import Conv1D
@@ -21,9 +25,6 @@ class Case:
     build: Callable[[], nn.Module]
     #: Input of n samples, t positions.
     draw: Callable[[int, int, torch.Generator], Tensor]
-    #: Label of the rule that must serve the module named "layer".
-    rule: str
-    forms: tuple[str, ...] = ("shared", "project")
     #: Accuracy asked for in float64; the model itself computes in float32 where it is not 1e-9.
     accuracy: float = 1e-9
 
@@ -332,7 +333,55 @@ def recurrent() -> list[Case]:
         "RNN": lambda: Sequences(nn.RNN(D, 5, batch_first=True, bidirectional=True), states=True),
         "RNN, relu, packed": lambda: Sequences(nn.RNN(D, 5, 2, nonlinearity="relu", bidirectional=True), packed=True),
     }
-    return [Case(name, build, floats, "recurrent") for name, build in options.items()]
+    return [Case(name, build, floats) for name, build in options.items()]
+
+
+class StateFromOutside(nn.Module):
+    """A recurrent network whose first state depends on the sample."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer, self.first = layer, nn.Linear(D, layer.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.tanh(self.first(x[:, 0])).unsqueeze(0).expand(self.layer.num_layers, -1, -1).contiguous()
+        out, _ = self.layer(x, (state, state.sin()) if isinstance(self.layer, nn.LSTM) else state)
+        return out
+
+
+class Experts(nn.Module):
+    """Experts behind a router, over positions that are laid end to end."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 5), scrambled(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, D)
+        shares, chosen = self.router(flat).softmax(-1).topk(2)
+        return self.experts(flat, chosen, shares).view(x.shape)
+
+
+def experts(config: Any, module: Any, implementation: str) -> nn.Module:
+    options = config(hidden_size=D, intermediate_size=4, num_local_experts=5, num_experts_per_tok=2)
+    options._experts_implementation = implementation
+    return Experts(module(options))
+
+
+class Made(nn.Module):
+    """A product with a weight that a function without a derivative of its backward makes of a parameter."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.raw, self.function = nn.Parameter(torch.randn(5, 4)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.function(self.raw)
+        return nn.functional.linear(x[..., : weight.shape[1]], weight)
+
+
+def bags_of(p: Tensor) -> Tensor:
+    return nn.functional.embedding_bag(torch.tensor([[0, 1], [2, 4], [3, 3]]), p)
 
 
 class NoForwardMode(torch.autograd.Function):
@@ -455,14 +504,14 @@ def convolutions() -> list[Case]:
         arguments = {"kernel_size": 3} | chosen
         own = "padding_mode" not in chosen
         build = lambda kind=kinds[dims - 1], dims=dims, arguments=arguments: Grid(kind(D, D, **arguments), dims)  # noqa: E731
-        found.append(Case(f"convolution {name}", build, floats, "convolution", ("shared", "project") if own else ("project",)))
+        found.append(Case(f"convolution {name}", build, floats))
         if own and name != "2d, one by one":
             extra = arguments | ({"output_padding": 1, "padding": 0} if arguments.get("stride") == 2 else {"padding": 0})
             build = lambda kind=transposed[dims - 1], dims=dims, extra=extra: Grid(kind(D, D, **extra), dims)  # noqa: E731
-            found.append(Case(f"transposed convolution {name}", build, floats, "transposed convolution", ("project",)))
+            found.append(Case(f"transposed convolution {name}", build, floats))
     return [
         *found,
-        Case("convolution, two images each", lambda: Grid(nn.Conv2d(D, 5, 3, padding=1), 2, images=2), floats, "convolution"),
+        Case("convolution, two images each", lambda: Grid(nn.Conv2d(D, 5, 3, padding=1), 2, images=2), floats),
     ]
 
 
@@ -473,104 +522,103 @@ def bags() -> list[Case]:
             f"embedding bag, {name}",
             lambda name=name, chosen=chosen: nn.EmbeddingBag(11, D, mode=name.split(",")[0], **chosen),
             tokens,
-            "embedding bag",
-            ("project",),
         )
         for name, chosen in options.items()
     ]
 
 
 CASES = [
-    Case("linear", lambda: nn.Linear(D, 5), floats, "linear"),
-    Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), floats, "linear"),
-    Case("linear, one position", lambda: nn.Linear(D, 5), flat_floats, "linear"),
-    Case("linear, frozen bias", frozen_bias, floats, "linear"),
-    Case("linear, frozen weight", frozen_weight, floats, "linear", ("project",)),
-    Case("linear, flattened rows", lambda: Flattened(), floats, "linear"),
-    Case("Conv1D of transformers", conv1d, floats, "linear (Conv1D)"),
-    Case("layer norm", lambda: scrambled(nn.LayerNorm(D)), floats, "layer norm"),
-    Case("layer norm without bias", lambda: scrambled(nn.LayerNorm(D, bias=False)), floats, "layer norm"),
+    Case("linear", lambda: nn.Linear(D, 5), floats),
+    Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), floats),
+    Case("linear, one position", lambda: nn.Linear(D, 5), flat_floats),
+    Case("linear, frozen bias", frozen_bias, floats),
+    Case("linear, frozen weight", frozen_weight, floats),
+    Case("linear, flattened rows", lambda: Flattened(), floats),
+    Case("Conv1D of transformers", conv1d, floats),
+    Case("layer norm", lambda: scrambled(nn.LayerNorm(D)), floats),
+    Case("layer norm without bias", lambda: scrambled(nn.LayerNorm(D, bias=False)), floats),
     Case(
         "layer norm over two dimensions",
         lambda: scrambled(nn.LayerNorm((4, D))),
         lambda n, t, g: torch.randn(n, 4, D, generator=g, dtype=torch.float64),
-        "layer norm",
-        ("project",),
     ),
-    Case("RMS norm of torch", lambda: scrambled(nn.RMSNorm(D)), floats, "RMS norm"),
-    Case("RMS norm of Llama", lambda: scrambled(LlamaRMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
-    Case("RMS norm of OLMo", lambda: scrambled(Olmo2RMSNorm(D)), floats, "RMS norm", accuracy=1e-6),
-    Case("RMS norm of T5", lambda: scrambled(T5LayerNorm(D)), floats, "RMS norm", accuracy=1e-6),
-    Case("RMS norm of Gemma", lambda: scrambled(GemmaRMSNorm(D)), floats, "RMS norm", ("project",), accuracy=1e-6),
-    Case("embedding", lambda: nn.Embedding(11, D), tokens, "embedding", ("project",)),
-    Case("embedding with padding_idx", lambda: nn.Embedding(11, D, padding_idx=3), tokens, "embedding", ("project",)),
-    Case("weight used three times", lambda: Reused(), floats, "linear"),
-    Case("tied head, positions of batch 1", lambda: Tied(), tokens, "embedding", ("project",)),
-    Case("tied head with padding_idx", lambda: Tied(padding_idx=3), tokens, "embedding", ("project",)),
-    Case("positions without batch", lambda: UnbatchedPositions(), tokens, "embedding", ("project",)),
-    Case("raw parameters beside a child", lambda: RawScale(), floats, "read", ("spread",)),
-    Case("raw table, token, bias and gate", lambda: RawTables(), floats, "read", ("spread",), accuracy=1e-9),
-    Case("raw weights of products", lambda: RawProducts(), floats, "read"),
-    Case("raw parameter in an unknown operation", lambda: RawUnknown(), floats, "fallback", ("jvp",)),
-    Case("raw parameter beside its norm without gradient", lambda: CutOff(), floats, "fallback", ("jvp",)),
-    Case("children whose parameters are read", lambda: ReadChildren(), floats, "read", ("project",)),
-    Case("attention", lambda: Attention(), floats, "read"),
-    Case("attention, sequence first", lambda: Attention(batch_first=False), floats, "read"),
-    Case("attention to others", lambda: Attention(kdim=D, vdim=D, bias=False, cross=True), floats, "read"),
-    Case("attention with more keys", lambda: Attention(add_bias_kv=True, add_zero_attn=True, cross=True), floats, "read"),
-    Case("encoder", lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), floats, "read"),
-    Case("encoder, sequence first", lambda: Turned(encoder_layer(batch_first=False)), floats, "read"),
-    Case(
-        "encoder in eval mode", lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False).eval(), floats, "read"
-    ),
-    Case("decoder", lambda: Decoder(), floats, "read"),
-    Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats, "read"),
-    Case("no forward-mode derivative", lambda: OnlyVmap(), floats, "fallback", ("vmap",)),
-    Case("neither that, nor many samples at once", lambda: Decides(), floats, "fallback", ("vmap",)),
-    Case("an autograd function of others", lambda: OnlyPlain(), floats, "fallback", ("vmap",)),
-    Case("masked weight", lambda: MaskedWeight(), floats, "read"),
+    Case("RMS norm of torch", lambda: scrambled(nn.RMSNorm(D)), floats),
+    Case("RMS norm of Llama", lambda: scrambled(LlamaRMSNorm(D)), floats, accuracy=1e-6),
+    Case("RMS norm of OLMo", lambda: scrambled(Olmo2RMSNorm(D)), floats, accuracy=1e-6),
+    Case("RMS norm of T5", lambda: scrambled(T5LayerNorm(D)), floats, accuracy=1e-6),
+    Case("RMS norm of Gemma", lambda: scrambled(GemmaRMSNorm(D)), floats, accuracy=1e-6),
+    Case("embedding", lambda: nn.Embedding(11, D), tokens),
+    Case("embedding with padding_idx", lambda: nn.Embedding(11, D, padding_idx=3), tokens),
+    Case("weight used three times", lambda: Reused(), floats),
+    Case("tied head, positions of batch 1", lambda: Tied(), tokens),
+    Case("tied head with padding_idx", lambda: Tied(padding_idx=3), tokens),
+    Case("positions without batch", lambda: UnbatchedPositions(), tokens),
+    Case("raw parameters beside a child", lambda: RawScale(), floats),
+    Case("raw table, token, bias and gate", lambda: RawTables(), floats, accuracy=1e-9),
+    Case("raw weights of products", lambda: RawProducts(), floats),
+    Case("raw parameter in an unknown operation", lambda: RawUnknown(), floats),
+    Case("raw parameter beside its norm without gradient", lambda: CutOff(), floats),
+    Case("children whose parameters are read", lambda: ReadChildren(), floats),
+    Case("attention", lambda: Attention(), floats),
+    Case("attention, sequence first", lambda: Attention(batch_first=False), floats),
+    Case("attention to others", lambda: Attention(kdim=D, vdim=D, bias=False, cross=True), floats),
+    Case("attention with more keys", lambda: Attention(add_bias_kv=True, add_zero_attn=True, cross=True), floats),
+    Case("encoder", lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False), floats),
+    Case("encoder, sequence first", lambda: Turned(encoder_layer(batch_first=False)), floats),
+    Case("encoder in eval mode", lambda: nn.TransformerEncoder(encoder_layer(), 1, enable_nested_tensor=False).eval(), floats),
+    Case("decoder", lambda: Decoder(), floats),
+    Case("decoder, sequence first", lambda: Decoder(batch_first=False), floats),
+    Case("no forward-mode derivative", lambda: OnlyVmap(), floats),
+    Case("neither that, nor many samples at once", lambda: Decides(), floats),
+    Case("an autograd function of others", lambda: OnlyPlain(), floats),
+    Case("masked weight", lambda: MaskedWeight(), floats),
     Case(
         "weight norm over all entries",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5), dim=None),
         floats,
-        "read",
     ),
     Case(
         "parametrised linear",
         lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)),
         floats,
-        "read",
     ),
+    *[
+        Case(f"weight made by {name}", lambda f=f: Made(f), floats)
+        for name, f in {"exp": torch.exp, "distances": lambda p: torch.cdist(p, p.flip(1) + 1), "bags": bags_of}.items()
+    ],
+    *[
+        Case(f"experts of {name}, {how}", lambda c=c, m=m, how=how: experts(c, m, how), floats)
+        for name, c, m in (("Mixtral", MixtralConfig, MixtralExperts), ("GPT-OSS", GptOssConfig, GptOssExperts))
+        for how in ("eager", "batched_mm")
+    ],
     *convolutions(),
     *recurrent(),
-    Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats, "group norm"),
-    Case("group norm, two images each", lambda: Grid(scrambled(nn.GroupNorm(2, D)), 1, images=2), floats, "group norm"),
-    Case("group norm of positions", lambda: Rows(scrambled(nn.GroupNorm(2, D))), floats, "group norm"),
+    Case("LSTM, state from outside", lambda: StateFromOutside(nn.LSTM(D, 4, 2, batch_first=True)), floats),
+    Case("GRU, state from outside", lambda: StateFromOutside(nn.GRU(D, 4, batch_first=True)), floats),
+    Case("group norm", lambda: Grid(scrambled(nn.GroupNorm(3, D)), 2), floats),
+    Case("group norm, two images each", lambda: Grid(scrambled(nn.GroupNorm(2, D)), 1, images=2), floats),
+    Case("group norm of positions", lambda: Rows(scrambled(nn.GroupNorm(2, D))), floats),
     Case(
         "instance norm",
         lambda: Grid(scrambled(nn.InstanceNorm2d(D, affine=True)), 2),
         lambda n, t, g: floats(n, t + 1, g),
-        "instance norm",
-        ("project",),
     ),
     Case(
         "instance norm, running statistics",
         lambda: Grid(in_eval(nn.InstanceNorm1d(D, affine=True, track_running_stats=True)), 1),
         floats,
-        "instance norm",
-        ("project",),
     ),
-    Case("batch norm in eval mode", lambda: Grid(in_eval(nn.BatchNorm2d(D)), 2), floats, "batch norm", ("project",)),
-    Case("PReLU", lambda: nn.PReLU(), floats, "PReLU", ("project",)),
-    Case("PReLU by channel", lambda: Grid(scrambled(nn.PReLU(D)), 2), floats, "PReLU", ("project",)),
-    Case("bilinear", lambda: Twice(nn.Bilinear(D, D, 5)), floats, "bilinear", ("project",)),
-    Case("bilinear without bias", lambda: Twice(nn.Bilinear(D, D, 5, bias=False)), flat_floats, "bilinear", ("project",)),
+    Case("batch norm in eval mode", lambda: Grid(in_eval(nn.BatchNorm2d(D)), 2), floats),
+    Case("PReLU", lambda: nn.PReLU(), floats),
+    Case("PReLU by channel", lambda: Grid(scrambled(nn.PReLU(D)), 2), floats),
+    Case("bilinear", lambda: Twice(nn.Bilinear(D, D, 5)), floats),
+    Case("bilinear without bias", lambda: Twice(nn.Bilinear(D, D, 5, bias=False)), flat_floats),
     *bags(),
-    Case("embedding bag, weighted", lambda: Bags(), tokens, "embedding bag", ("project",)),
-    Case("embedding bag, offsets", lambda: Bags(offsets=True), tokens, "embedding bag", ("project",)),
-    Case("embedding bag, offsets to the last", lambda: Bags(offsets=True, last=True), tokens, "embedding bag", ("project",)),
-    Case("embedding bag, largest", lambda: nn.EmbeddingBag(11, D, mode="max"), tokens, "fallback", ("vmap",)),
-    Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats, "linear"),
+    Case("embedding bag, weighted", lambda: Bags(), tokens),
+    Case("embedding bag, offsets", lambda: Bags(offsets=True), tokens),
+    Case("embedding bag, offsets to the last", lambda: Bags(offsets=True, last=True), tokens),
+    Case("embedding bag, largest", lambda: nn.EmbeddingBag(11, D, mode="max"), tokens),
+    Case("gelu between linears", lambda: nn.Sequential(nn.Linear(D, 7), nn.GELU(), nn.Linear(7, 3)), floats),
 ]
 
 

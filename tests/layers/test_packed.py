@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from inrun.engine import Accountant
@@ -60,3 +62,62 @@ def test_packed_against_autograd(rows) -> None:
         g = torch.autograd.grad(loss, parameters)
         expected.append(LR * torch.stack([(a * b).sum() for a, b in zip(g, v, strict=True)]).sum())
     assert relative_error(got, torch.stack(expected)) < 1e-9
+
+
+# Drawn packings
+
+
+IDS = st.integers(1, 3).flatmap(
+    lambda n: st.integers(1, 8).flatmap(
+        lambda t: st.lists(st.lists(st.integers(-1, 3), min_size=t, max_size=t), min_size=n, max_size=n)
+    )
+)
+LAYERS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "embedding": lambda: nn.Embedding(5, 3, padding_idx=1),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "RMS norm": lambda: nn.RMSNorm(4),
+}
+
+
+class Positions(nn.Module):
+    """A layer over positions, in rows or laid end to end."""
+
+    def __init__(self, layer: nn.Module, flat: bool) -> None:
+        super().__init__()
+        self.layer, self.flat = layer, flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(rows=IDS.filter(lambda rows: any(i >= 0 for row in rows for i in row)), flat=st.booleans(), whole=st.booleans())
+def test_runs_of_an_id_are_uses(name: str, rows: list[list[int]], flat: bool, whole: bool) -> None:
+    """Documents in any order, ids that come back, padding anywhere."""
+    ids = torch.tensor(rows)
+    torch.manual_seed(ids.numel())
+    model = Positions(LAYERS[name](), flat).double()
+    x = torch.randint(0, 5, ids.shape) if name == "embedding" else torch.randn(*ids.shape, 4, dtype=torch.float64)
+    begins = torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], 1) & (ids >= 0)
+    use = torch.where(ids >= 0, begins.flatten().cumsum(0).view_as(ids) - 1, -1)
+
+    def loss(m: nn.Module, some: Tensor) -> Tensor:
+        return (m(x).sin().sum(-1) * some).sum()
+
+    parameters = list(model.parameters())
+    v = torch.autograd.grad(loss(model, ids == ids), parameters)
+    expected = []
+    for u in range(int(use.max()) + 1):
+        g = torch.autograd.grad(loss(model, use == u), parameters)
+        expected.append(LR * torch.stack([(a * b).sum() for a, b in zip(g, v, strict=True)]).sum())
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+    options = {"method": "whole", "sketch": "exact"} if whole else {"method": "first"}
+    with Accountant(model, optimizer, lambda m: loss(m, ids == ids), audit_every=1, **options) as accountant:
+        with accountant.step(ids):
+            loss(model, ids >= 0).backward()
+            optimizer.step()
+        (found,) = accountant.last.contributions.values()
+    assert accountant.last.sample_ids.tolist() == ids[begins].tolist()
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-3 if whole else 1e-9, atol=1e-3 * LR if whole else 1e-12 * LR)
