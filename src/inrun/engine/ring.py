@@ -95,7 +95,8 @@ class Ring:
             tables: The direction of tables, ``[k, rows, per_row]``.
             by: Factors of tables, by tensor.
         """
-        found = self.rows[place, :n] @ flat.t()
+        rows = self.rows[place, :n]
+        found = torch.mv(rows, flat[0]).unsqueeze(1) if len(flat) == 1 else rows @ flat.t()
         for (i, _), t in self.tables.items():
             if i in tables:
                 part = contract(t.numbers[place, :n], t.values[place, :n], tables[i])

@@ -109,8 +109,10 @@ class Run:
         """Return whether a step stands out. On a GPU, where nobody waits for this step's numbers, recent steps tell."""
         if lag_of(self.parameters.device):
             return self.typical.recently_rough
-        arrived = Arrived(send(step.number, step.ids, outcome, self._clips(step), [], False, []))
-        return arrived.skipped is None and self.typical.note(*reversed(arrived.fall_and_clip()))
+        if not bool(outcome.valid.all()):
+            return False
+        clip = min((float(c) for c in self._clips(step).values()), default=1.0)
+        return self.typical.note(clip, float(outcome.accounts.explained.abs().sum()))
 
     def _send(self, step: Step, outcome: Outcome) -> None:
         who = [self.ids.pop(s.step) for s in outcome.settled]

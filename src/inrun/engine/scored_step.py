@@ -140,7 +140,8 @@ class ScoredStep:
         """Return κ_{t,t} ⟨S g_n, S D⟩ of the step's rows, ``[n, k]``."""
         assert self.sketched is not None
         own = [m.own if m else 0.0 for m in self.memories]
-        found = self.entering.rows @ (self.sketched.flat * sketcher.columns_of(own)).t()
+        flat, rows = self.sketched.flat * sketcher.columns_of(own), self.entering.rows
+        found = torch.mv(rows, flat[0]).unsqueeze(1) if len(flat) == 1 else rows @ flat.t()
         for i, _, first, numbers, values in self.entering.tables:
             if i in self.sketched.tables:
                 found[first : first + len(numbers)] += own[i] * contract(numbers, values, self.sketched.tables[i])

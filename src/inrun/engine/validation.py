@@ -247,20 +247,23 @@ def forked_random(seed: int, model: nn.Module) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     devices = list({p.device for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        random.seed(seed)
+    state, states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+    torch.default_generator.manual_seed(seed)
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        for device, of_device in zip(devices, states, strict=True):
+            torch.cuda.set_rng_state(of_device, device)
+        random.setstate(python_state)
         if numpy:
-            numpy.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager
@@ -280,10 +283,10 @@ def thawed(parameters: Sequence[Tensor]) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into eval mode for the block."""
     before = [m for m in model.modules() if m.training]
-    for m in before:
-        m.training = False
+    for m in before:  # as nn.Module sets it in the end, without its search for parameters
+        object.__setattr__(m, "training", False)
     try:
         yield
     finally:
         for m in before:
-            m.training = True
+            object.__setattr__(m, "training", True)
