@@ -135,7 +135,8 @@ class Accountant:
             raise StepError("this accountant is closed. Make a new one.")
         every, check_rows = self._schedule
         audited = audit_due(self._run.steps_done, every)
-        return Step(self._run, ids, audited, fresh=check_rows and audited, begin=self._hooks.go_last)
+        self._hooks.go_last()
+        return Step(self._run, ids, audited, fresh=check_rows and audited)
 
     @property
     def last(self) -> StepResult:

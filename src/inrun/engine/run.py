@@ -52,7 +52,6 @@ class Run:
         self.tape.defers = parameters.processes.several
         self.sharded = None if parameters.shards is None else ShardedModel(model, parameters, self.tape)
         self.history = History(parameters, write)
-        self.typical = Typical()
         self.steps_done = 0
         self.open_step: Step | None = None
         #: Whether an optimizer stepped since, and no step was open.
@@ -108,11 +107,11 @@ class Run:
     def _is_rough(self, outcome: Outcome, step: Step) -> bool:
         """Return whether a step stands out. On a GPU, where nobody waits for this step's numbers, recent steps tell."""
         if lag_of(self.parameters.device):
-            return self.typical.recently_rough
+            return self.history.typical.recently_rough
         if not bool(outcome.valid.all()):
             return False
         clip = min((float(c) for c in self._clips(step).values()), default=1.0)
-        return self.typical.note(clip, float(outcome.accounts.explained.abs().sum()))
+        return self.history.typical.note(clip, float(outcome.accounts.explained.abs().sum()))
 
     def _send(self, step: Step, outcome: Outcome) -> None:
         who = [self.ids.pop(s.step) for s in outcome.settled]
@@ -164,7 +163,7 @@ class Run:
         self.steps_done += 1
         for arrived in self.history.add(pending, lag_of(self.parameters.device)):
             if lag_of(self.parameters.device) and arrived.skipped is None:
-                self.typical.note(*reversed(arrived.fall_and_clip()))
+                self.history.typical.note(*reversed(arrived.fall_and_clip()))
 
     # Credits
 
@@ -192,7 +191,7 @@ class Run:
         return {
             "processes": processes_state(self.parameters.processes),
             "steps_done": self.steps_done,
-            "typical": self.typical.state_dict(),
+            "typical": self.history.typical.state_dict(),
             "labels": [[c.name, c.point, c.is_fold] for c in self.history.labels],
             "ids": {
                 str(step): [torch.from_numpy(ids.copy()), None if rows is None else torch.from_numpy(rows.copy())]
@@ -204,7 +203,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.steps_done = state["steps_done"]
-        self.typical.load_state_dict(state["typical"])
+        self.history.typical.load_state_dict(state["typical"])
         self.history.labels = [Label(*c) for c in state["labels"]]
         self.ids = {int(step): (_numpy(ids), None if rows is None else _numpy(rows)) for step, (ids, rows) in state["ids"].items()}
         self.scorer.load_state_dict(state["scorer"])
@@ -222,6 +221,7 @@ class History:
         self._names, self._first = [s.name for s in parameters.scored], parameters.processes.rank == 0
         self._excess = ExcessWarning(self._names)
         self._parameters = parameters
+        self.typical = Typical()
         self._pending: deque[PendingStep] = deque()
         self.labels: list[Label] = []
         self.last: StepResult | None = None

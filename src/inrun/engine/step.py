@@ -11,7 +11,6 @@ with accountant.step(ids):       Step.__enter__: the method works out what it mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ class Microbatch:
         self.ids, documents = sample_rows(ids)
         self.samples = Samples(len(self.ids), documents)
         self.reading: Reading | None = None
-        self._open = False
+        self._open = self.failed = False
 
     def __enter__(self) -> Microbatch:
         self.step.open(self)
@@ -57,7 +56,7 @@ class Microbatch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.step.broken |= error is not None
+        self.failed = error is not None
         self.close(failed=error is not None)
 
     def close(self, failed: bool = False) -> None:
@@ -100,17 +99,15 @@ def sample_rows(ids: Any) -> tuple[Tensor, Tensor | None]:
 class Step:
     """One optimizer step; made by ``accountant.step``."""
 
-    def __init__(self, run: Run, ids: Any, audited: bool, fresh: bool, begin: Callable[[], None]) -> None:
-        self.run, self.audited, self.fresh, self._begin = run, audited, fresh, begin
+    def __init__(self, run: Run, ids: Any, audited: bool, fresh: bool) -> None:
+        self.run, self.audited, self.fresh = run, audited, fresh
         self.number = run.steps_done
         self.microbatches: list[Microbatch] = []
         self._given = None if ids is None else Microbatch(self, ids)
         self.clips: dict[int, Tensor] = {}
         self.rates: dict[int, float | None] = {}
         self.stepped: set[int] = set()
-        self._dropped = self._entered = False
-        #: Whether a microbatch failed.
-        self.broken = False
+        self._entered = False
         self.skipped: Skip | None = None
         #: Samples by process.
         self.counts: list[int] = []
@@ -122,7 +119,6 @@ class Step:
             raise StepError("this step was entered already. Make a new one with accountant.step().")
         self._entered = True
         self.run.begin(self)
-        self._begin()
         try:
             self.run.mover.begin()
             self.run.scorer.begin(self.number)
@@ -143,7 +139,7 @@ class Step:
         """Drop the step: it will not be scored. Call it where the loop drops a batch, before ``optimizer.step()``."""
         if self.stepped:
             raise StepError("step.skip() after optimizer.step(): the step has had its effect.")
-        self._dropped = True
+        self.skipped = Skip.DROPPED
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
@@ -152,7 +148,7 @@ class Step:
             return
         failed = True
         try:
-            stepped = "dropped" if self._dropped else f"after {len(self.stepped)} optimizers"
+            stepped = "dropped" if self.skipped is Skip.DROPPED else f"after {len(self.stepped)} optimizers"
             with self.run.parameters.processes.barrier(f"the end ({stepped})", self.number) as meeting:
                 self._close_microbatch()
                 meeting.number = len(self.ids)
@@ -207,12 +203,12 @@ class Step:
             if run.tape.recomputing:
                 raise StepError("optimizer.step() was called inside the backward. Call it after the backward.")
             self._close_microbatch()
-            if self._dropped:
+            if self.skipped is Skip.DROPPED:
                 raise StepError("optimizer.step() after step.skip(). Leave the `with` block first.")
             if index in self.stepped:
                 raise StepError("optimizer.step() was called twice in one step. Open a new step for each update.")
             steps = any(s.grad is not None for s in some)
-            if self.broken:
+            if any(m.failed for m in self.microbatches):
                 raise StepError(
                     "a microbatch of this step failed, and parts of its gradients may be there. Leave the step, call "
                     "optimizer.zero_grad(), and begin a new one."
@@ -281,8 +277,7 @@ class Step:
 
     def _finish(self) -> None:
         run = self.run
-        if self._dropped:
-            self.skipped = Skip.DROPPED
+        if self.skipped is Skip.DROPPED:
             run.record_skipped(self)
             return
         if not self.microbatches:
