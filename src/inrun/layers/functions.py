@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from inrun.layers.layout import tensors_in
 from inrun.layers.tap import opened
-from inrun.layers.tape import POINTWISE, Tape, rule_for
+from inrun.layers.tape import LIKE, POINTWISE, Tape, rule_for
 
 _NAMES = (
     "add sub mul div true_divide divide multiply subtract rsub pow float_power maximum minimum fmax fmin lerp addcmul addcdiv "
@@ -42,6 +42,13 @@ def tap_expand(tape: Tape, met: bool, func: Any, x: Tensor, *args: Any, **kwargs
         shape = func(x.detach(), *args, **kwargs).shape
     grows = len(shape) > 0 and shape[0] == tape.n and (len(shape) > x.dim() or x.shape[0] != tape.n)
     return tape.spread(func, source, shape, (x,)) if grows and tape.n > 1 else NotImplemented
+
+
+@rule_for(*LIKE - {Tensor.expand_as})
+def tap_like(tape: Tape, met: bool, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Of the other tensor, only precision, place or shape are used."""
+    source = tape.source(x)
+    return NotImplemented if source is None else tape.derive(func(x, *args, **kwargs), source.leaves)
 
 
 @rule_for(Tensor.repeat, torch.tile, Tensor.tile)

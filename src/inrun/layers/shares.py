@@ -53,8 +53,7 @@ def rule_of_masks(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[Any]:
     for low in range(0, layout.n, at_once):
         samples = torch.arange(low, min(low + at_once, layout.n), device=b.device)
         masks = samples.view(-1, *[1] * b.dim()) == who
-        with torch.enable_grad():
-            grads = run_grads(out, inputs, b * masks)
+        grads = run_grads(out, inputs, b * masks)
         for parts, g, source in zip(found, grads, tap.targets, strict=True):
             parts.append(b.new_zeros(len(samples), *source.tensor.shape) if g is None else g)
     return [Formed(torch.cat(parts)) for parts in found]

@@ -214,18 +214,21 @@ class Tap:
 
 
 def run_grads(output: Tensor | GradientEdge, inputs: Sequence[Any], g: Tensor) -> tuple[Tensor | None, ...]:
-    """Return gradients for a batch of gradients at the output, one after the other where a function cannot run batched."""
-    try:
-        return run_grad([output], inputs, [g], retain_graph=True, allow_unused=True, is_grads_batched=True)
-    except RuntimeError:
-        each = [run_grad([output], inputs, [one], retain_graph=True, allow_unused=True) for one in g]
-        return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
+    """Return gradients for a batch of gradients at the output, one after the other where a function cannot run batched.
+
+    A checkpoint that is run again for them must call what it called at first: the tape is on.
+    """
+    with torch.enable_grad(), torch._C._EnableTorchFunction():
+        try:
+            return run_grad([output], inputs, [g], retain_graph=True, allow_unused=True, is_grads_batched=True)
+        except RuntimeError:
+            each = [run_grad([output], inputs, [one], retain_graph=True, allow_unused=True) for one in g]
+            return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))
 
 
 def pull_back(value: Tensor, parameters: list[Tensor], g: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients ``[m, *parameter]`` of parameters for gradients ``[m, *value]`` of a tensor made of them."""
-    with torch.enable_grad(), torch._C._EnableTorchFunction():
-        return run_grads(value, parameters, g.to(value.dtype))
+    return run_grads(value, parameters, g.to(value.dtype))
 
 
 class Observe(torch.autograd.Function):

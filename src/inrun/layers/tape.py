@@ -21,8 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from inrun.errors import InrunError, StepError
+from inrun.errors import InrunError
 from inrun.layers.backward import BACKWARD, differentiate, run_backward
+from inrun.layers.calls import Known, bound, custom_leaves, is_shared, run_eagerly
 from inrun.layers.layout import Layout, tensors_in
 from inrun.layers.moves import Moves
 from inrun.layers.shares import rule_of_masks, rule_of_spread
@@ -33,6 +34,9 @@ from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
 RULES: dict[Any, Callable[..., Any]] = {}
 #: Functions that treat all entries of broadcast tensors alike.
 POINTWISE: set[Any] = set()
+
+#: Functions that take only precision, place or shape of their second tensor.
+LIKE = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 
 #: Functions whose training mode mixes the samples on purpose: a score is what flows through a sample's own rows.
 STATISTICS = {F.batch_norm}
@@ -46,40 +50,6 @@ def rule_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         return rule
 
     return add
-
-
-def run_eagerly() -> AbstractContextManager[Any]:
-    """Let compiled code run eagerly from now on, until the result's ``__exit__`` is called."""
-    try:
-        if not torch.compiler.is_compiling():
-            return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # torch refuses in what compiled code calls
-        pass
-    raise StepError("a step began inside compiled code. Open accountant.step() outside of the function that is compiled.")
-
-
-def _is_shared(t: Tensor, n: int, lengths: set[int]) -> bool:
-    """Return whether numbers are the same for all n samples: positions ``[1, t]``, or ``[t]`` beside a batch ``[n, t]``."""
-    return (t.dim() > 1 and len(t) == 1) or (t.dim() == 1 and len(t) != n and len(t) in lengths)
-
-
-class Known:
-    """Tensors by identity, held weakly."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[Tensor]] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        """Remember a tensor."""
-        refs, key = self._refs, id(tensor)
-        refs[key] = weakref.ref(tensor, lambda _: refs.pop(key, None))
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._refs
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._refs.clear()
 
 
 class Tape(TorchFunctionMode):
@@ -172,7 +142,7 @@ class Tape(TorchFunctionMode):
         for t in given:
             if id(t) in self.constants:
                 continue
-            if not packed and self.n > 1 and not t.is_floating_point() and _is_shared(t, self.n, lengths):
+            if not packed and self.n > 1 and not t.is_floating_point() and is_shared(t, self.n, lengths):
                 self.made.add(t)
             else:
                 self.inputs.add(t)
@@ -190,15 +160,19 @@ class Tape(TorchFunctionMode):
             return differentiate(self, args, kwargs)
         if not torch.is_grad_enabled() or self.n == 0:
             return func(*args, **kwargs)
+        for t in (*args, *kwargs.values()):
+            leaves = custom_leaves(t, self.sources, self.is_data) if isinstance(t, Tensor) else ()
+            if leaves:
+                self.derive(t, leaves)
         if self._meets_source(args, kwargs) and any(self.source(t) for t in tensors_in((args, kwargs))):
             return self._tapped(func, args, kwargs)
         out = self._untapped(func, args, kwargs)
         if isinstance(out, Tensor) and not out.requires_grad:
-            (self.inputs if self._depends(args, kwargs) else self.made).add(out)
+            (self.inputs if self._depends(func, args, kwargs) else self.made).add(out)
         elif isinstance(out, (tuple, list)):
             for t in out:
                 if isinstance(t, Tensor) and not t.requires_grad:
-                    (self.inputs if self._depends(args, kwargs) else self.made).add(t)
+                    (self.inputs if self._depends(func, args, kwargs) else self.made).add(t)
         return out
 
     def _untapped(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -217,8 +191,9 @@ class Tape(TorchFunctionMode):
                 return True
         return bool(kwargs) and any(id(t) in sources for t in tensors_in(kwargs))
 
-    def _depends(self, args: Any, kwargs: Any) -> bool:
-        return any(self.is_data(t) for t in tensors_in((args, kwargs)))
+    def _depends(self, func: Any, args: Any, kwargs: Any) -> bool:
+        given = args[:1] if func in LIKE else (args, kwargs)
+        return any(self.is_data(t) for t in tensors_in(given))
 
     def is_data(self, t: Tensor) -> bool:
         """Whether a tensor that is no source depends on the samples."""
@@ -270,8 +245,9 @@ class Tape(TorchFunctionMode):
         if not any(leaf.reader for leaf in leaves):
             return self._untapped(func, args, kwargs) if met else self._call_derived(func, args, kwargs, leaves)
         rule = RULES.get(func)
-        if rule is not None:
-            out = rule(self, met, func, *args, **kwargs)
+        given_to = None if rule is None else bound(rule, args, kwargs)
+        if rule is not None and given_to is not None:
+            out = rule(self, met, func, *given_to[0], **given_to[1])
             if out is not NotImplemented:
                 return out
         if not met:
