@@ -309,7 +309,7 @@ def step_twice(model: nn.Module, optimizer: Any, step: Any) -> None:
 
 
 def nested(model: nn.Module, optimizer: Any, step: Any) -> None:
-    with step.run.open_step.__class__(step.run, [0], False, False, lambda: None):
+    with step.run.open_step.__class__(step.run, [0], False, False):
         pass
 
 
