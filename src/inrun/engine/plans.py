@@ -97,12 +97,6 @@ def make_plans(leaves: Sequence[Leaf], size: int | None, tables: set[int], outpu
         most = max(1, min(SEGMENT, numel // share))
         segment = fine * divisor(columns // fine, max(1, most // fine)) if fine else divisor(columns, most)
         segment = segment if segment > 1 or fine else divisor(numel, most)
-        buckets = divisor_near(numel // segment, share)
+        buckets = min(numel // segment, share)
         found.append(Plan(rows, columns, segment, buckets, fine, HEAVY if i in outputs and rows > 4 * HEAVY else 0))
     return found
-
-
-def divisor_near(number: int, share: int) -> int:
-    """Return a divisor near ``share``, or ``share`` itself where there is none: then the last round of buckets is not full."""
-    below = divisor(number, share)
-    return below if 2 * below > share else min(share, number)
