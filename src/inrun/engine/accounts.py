@@ -15,42 +15,54 @@ if TYPE_CHECKING:
     from inrun.engine.move import Mover
 
 
-def account_for_step(gradients: Tensor, mover: Mover, processes: Processes) -> tuple[Tensor, Tensor]:
-    """Return what the whole move but for decoupled decay was worth, and that decay, ``[k]`` each.
+def account_for_step(
+    gradients: Tensor, mover: Mover, noise: Sequence[int], processes: Processes
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what the whole move but for decoupled decay was worth, that decay, and the part of tensors that are noise, ``[k]``.
 
     Args:
         gradients: Validation gradients, ``[k, size]``. They become the directions by which the step pays its own samples.
         mover: The move.
+        noise: Places of tensors whose gradient is only rounding.
         processes: Those that hold the parameters.
     """
-    decay = decoupled_decay(gradients, mover)
-    data = (gradients @ mover.moved()).double() - decay
+    decay, moved = decoupled_decay(gradients, mover), mover.moved()
+    data, rounding = (gradients @ moved).double() - decay, None
+    if noise:
+        rounding = sum((gradients[:, at] @ moved[at]).double() for at in (mover.flat.slices[i] for i in noise))
+        rounding = processes.over_shards(torch.as_tensor(rounding))
     data, decay = processes.over_shards(torch.stack([data, decay]))
     mover.to_own_directions_(gradients)
-    return data, decay
+    return data, decay, rounding
 
 
-def account_for_pushes(gradients: Tensor, mover: Mover, scored: ScoredStep, processes: Processes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what samples' gradients and rounding, weight decay and earlier momentum were worth, ``[k]`` each.
+def account_for_pushes(
+    gradients: Tensor, mover: Mover, scored: ScoredStep, noise: Sequence[int], processes: Processes
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return what samples' gradients, weight decay, earlier momentum and tensors that are noise were worth, ``[k]`` each.
 
     Args:
         gradients: Validation gradients, ``[k, size]``. They become the directions D = A∘∇.
         mover: The move.
         scored: With the parts of q that no sample is paid for.
+        noise: Places of tensors whose gradient is only rounding.
         processes: Those that hold the parameters.
     """
     decay = decoupled_decay(gradients, mover)
     mover.to_directions_(gradients)
-    data = torch.zeros_like(decay)
+    data, rounding = torch.zeros_like(decay), torch.zeros_like(decay)
     for g in mover.groups:
-        for part, q in zip(g.parts, g.pushed() if g.memories else (), strict=False):
+        for places, part, q in zip(g.places, g.parts, g.pushed() if g.memories else (), strict=False):
             data += (gradients[:, part] @ q.to(gradients.dtype)).double()
+            for at in (mover.flat.slices[i] for i in noise if i in places):
+                rounding += (gradients[:, at] @ q[at.start - part.start : at.stop - part.start].to(gradients.dtype)).double()
     if scored.decay is not None:
         coupled = (gradients @ scored.decay).double()
         decay, data = decay + coupled, data - coupled
     inherited = torch.zeros_like(data) if scored.inherited is None else (gradients @ scored.inherited).double()
-    data, decay, inherited = processes.over_shards(torch.stack([data - inherited, decay, inherited]))
-    return data, decay, inherited
+    parts = torch.stack([data - inherited - rounding, decay, inherited, rounding])
+    data, decay, inherited, rounding = processes.over_shards(parts)
+    return data, decay, inherited, rounding if noise else None
 
 
 def decoupled_decay(gradients: Tensor, mover: Mover) -> Tensor:

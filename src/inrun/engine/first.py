@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,8 @@ class FirstScorer(Scorer):
         super().__init__(parameters, validation)
         self._found: Gradients
         self._directions: dict[int, Tensor] = {}
+        #: What gradients are contracted with in this step.
+        self._checked: dict[int, Tensor] = {}
         #: ±η by place, as they are when an optimizer steps.
         self._signed_rates: dict[int, Any] = {}
         self._failures: Tensor | None = None
@@ -41,22 +44,31 @@ class FirstScorer(Scorer):
         self._directions = {i: v for i, v in every if v is not None}
 
     def request(self, n: int, longest: int | None, audited: bool) -> Request:
-        """Contract with the validation gradient."""
-        k = len(self._found.labels)
-        return Request(n, self.parameters.dtype, directions=self.parameters.gathered(self._directions), k=k, longest=longest)
+        """Contract with the validation gradient; for an audit with random signs, too, which no change of gradients is at right
+        angles to.
+        """
+        self._prepare(audited)
+        directions, k = self.parameters.gathered(self._checked), len(self._found.labels)
+        signed = frozenset(self._checked) if audited else frozenset()
+        return Request(n, self.parameters.dtype, directions=directions, k=k, signed=signed, longest=longest)
+
+    def _prepare(self, audited: bool) -> None:
+        """Take random signs beside the directions, if the step is audited."""
+        self._checked = self._directions
+        if audited:
+            self._checked = {i: torch.cat([v, _signs(i, v[:1])]) for i, v in self._directions.items()}
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare inner products; note the learning rates, which a schedule may change before the step ends."""
         self._note_rates(optimizer)
-        return clip_from_products(readings, self.parameters.of(optimizer), self._directions, self.parameters.processes)
+        return clip_from_products(_all_products(readings), self.parameters.of(optimizer), self._checked, self.parameters.processes)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
         """Check conservation."""
         if self._failures is None:
             self._failures = nothing(self.parameters)
-        check_products(
-            self._failures[:2], self.parameters.of(optimizer), readings, clip, self._directions, self.parameters.processes
-        )
+        some, processes = self.parameters.of(optimizer), self.parameters.processes
+        check_products(self._failures[:2], some, _all_products(readings), clip, self._checked, processes)
 
     def drop(self) -> None:
         """Forget the check."""
@@ -123,14 +135,31 @@ class FirstScorer(Scorer):
         return torch.tensor(rates, dtype=self.parameters.dtype).to(self.parameters.device, non_blocking=True)
 
 
+def _signs(place: int, like: Tensor) -> Tensor:
+    """Return random signs, the same ones for a tensor at every audit."""
+    drawn = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(place), dtype=torch.int8)
+    return drawn.to(like.device, like.dtype).mul_(2).sub_(1)
+
+
+def _all_products(readings: Sequence[Reading]) -> list[Reading]:
+    """Return readings whose products are those with signs, too."""
+    return [
+        replace(r, products={i: torch.cat([x, r.signed[i]], 1) if i in r.signed else x for i, x in r.products.items()})
+        for r in readings
+    ]
+
+
 class SecondScorer(FirstScorer):
     """Keeps the per-sample gradients until the batch's gradient, and with it the direction, is known."""
+
+    _audited = False
 
     def begin(self, step: int) -> None:
         """Nothing is known before the backward."""
 
     def request(self, n: int, longest: int | None, audited: bool) -> Request:
         """Keep the gradients."""
+        self._audited = audited
         return Request(n, self.parameters.dtype, keeps=True, longest=longest)
 
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
@@ -155,14 +184,16 @@ class SecondScorer(FirstScorer):
         rates = self._rates([s.place for s in self.parameters.scored])
         move = [None if s.grad is None else s.grad * -rate for s, rate in zip(self.parameters.scored, rates, strict=True)]
         self._take(self.validation.gradients(self.parameters.tensors(), step, move))
+        self._prepare(self._audited)
         with torch.no_grad():
             for r in readings:
                 self._contract(r)
 
     def _contract(self, reading: Reading) -> None:
         """Turn kept gradients into inner products with the direction."""
+        k = len(self._found.labels)
         for i, g in reading.kept:
-            v = self._directions.get(i)
+            v = self._checked.get(i)
             if v is None:
                 continue
             if isinstance(g, LookUp):
@@ -170,5 +201,6 @@ class SecondScorer(FirstScorer):
             else:
                 flat = v.reshape(len(v), -1)
                 found = torch.cat([part.reshape(len(part), -1).to(v.dtype) @ flat.t() for _, _, part in g.chunks()])
-            before = reading.products.get(i)
-            reading.products[i] = found if before is None else before + found
+            for products, x in ((reading.products, found[:, :k]), (reading.signed, found[:, k:])):
+                if x.shape[1] > 0:
+                    products[i] = products[i] + x if i in products else x

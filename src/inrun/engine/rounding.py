@@ -34,6 +34,8 @@ class Noise:
         self.adaptive = list(adaptive)
         #: By entry, 0 where the gradient is no noise, ``[columns]``; as it was measured last.
         self.level: Tensor | None = None
+        #: Places of larger tensors whose gradient is noise as a whole, as it was measured last.
+        self.tensors: list[int] = []
         #: Whether it is measured in the step that is open.
         self.due = False
 
@@ -48,12 +50,16 @@ class Noise:
             parameters: Whose gradients they are.
         """
         processes = parameters.processes
-        if not self.due or not sketcher.kept or not any(self.adaptive) or (len(rows) == 0 and not processes.several):
+        if not self.due or not any(self.adaptive) or (len(rows) == 0 and not processes.several):
+            return
+        precision = [getattr(s.leaf.reader, "precision", None) or s.parameter.dtype for s in parameters.scored]
+        half = torch.tensor([float(p.itemsize < 4) for p in precision], device=sketcher.device)
+        if sketcher.lossy:
+            self._measure_tensors(sketcher, rows[:, : sketcher.cut], half, parameters)
+        if not sketcher.kept:
             return
         entries = rows[:, sketcher.cut :]
         total, size, square = entries.sum(0), entries.abs().sum(0), entries.square().sum(0)
-        precision = [getattr(s.leaf.reader, "precision", None) or s.parameter.dtype for s in parameters.scored]
-        half = torch.tensor([float(p.itemsize < 4) for p in precision], device=sketcher.device)
         for r in readings:
             for i, terms in r.sizes.items():
                 here = size[sketcher.kept_columns(i)]
@@ -65,6 +71,20 @@ class Noise:
         level = torch.where(total.abs() <= level, level, 0.0)
         in_half = _columns(sketcher, half) > 0
         self.level = torch.where(in_half, _of_tensors(sketcher, total, square, self.adaptive), level)
+
+    def _measure_tensors(self, sketcher: Sketcher, rows: Tensor, half: Tensor, parameters: Parameters) -> None:
+        """Find larger tensors whose gradient is noise as a whole: the host reads which."""
+        total, norms = rows.sum(0, keepdim=True), sketcher.by_tensor_of_lossy(rows.square())
+        size, square, in_half = norms.sqrt().sum(0), norms.sum(0), half.clone()
+        parameters.processes.all_reduce_("sums of gradients", [total, size, square, in_half])
+        found = sketcher.by_tensor_of_lossy(total.square())[0].sqrt()
+        some = [parameters.scored[i].parameter.dtype for i in sketcher.lossy]
+        eps = torch.tensor([ROUNDINGS * torch.finfo(d).eps for d in some], dtype=size.dtype).to(size.device)
+        by_half = HALF_ROUNDINGS * torch.finfo(torch.bfloat16).eps * square.sqrt()
+        noise = torch.where(in_half[torch.tensor(sketcher.lossy, device=half.device)] > 0, by_half, eps * size)
+        is_noise = ((found <= noise) & (size > 0)).tolist()
+        plans = sketcher.plans
+        self.tensors = [i for i, x in zip(sketcher.lossy, is_noise, strict=True) if x and self.adaptive[i] and not plans[i].fine]
 
     def covers(self, total: Tensor) -> Tensor | None:
         """Return which entries of a step's gradient are noise, ``[columns]``; None where nothing is known."""

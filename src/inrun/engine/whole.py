@@ -93,6 +93,8 @@ class WholeScorer(RefiningScorer):
                 correct(sk, entering, readings, self.known.flat, self.known.tables)
             now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
             self.noise.measure(sk, entering.rows, readings, self.parameters)
+            for i in self.noise.tensors:
+                entering.rows[:, sk.columns[i]] = 0.0
             entries = entering.rows[:, sk.cut :]
             total = self.parameters.processes.all_reduced("sums of gradients", entries.sum(0))
             cancelled = self.noise.covers(total)
@@ -188,19 +190,19 @@ class WholeScorer(RefiningScorer):
     def _account(self, step: int, current: ScoredStep, mover: Mover, points: Points) -> tuple[Accounts, Gradients]:
         """Average the validation gradient over points of the move; set the direction, and account for the move."""
         total, found = self._average(step, mover, points)
-        inherited, processes = None, self.parameters.processes
+        inherited, processes, noise = None, self.parameters.processes, self.noise.tensors
         if self.own_step:
-            data, decay = account_for_step(total, mover, processes)
+            data, decay, rounding = account_for_step(total, mover, noise, processes)
         else:
-            data, decay, inherited = account_for_pushes(total, mover, current, processes)
+            data, decay, inherited, rounding = account_for_pushes(total, mover, current, noise, processes)
         self.sketcher.clip_(self.sketcher.flat.views(total))
         sketched = self.sketcher.of_flat(total, self.window.epoch, self.window.tables)
         current.keep_finite(found, total, sketched)
         current.sketched = sketched
-        rounding = None
         if current.rounding is not None:
-            rounding = (sketched.flat[:, self.sketcher.cut :] @ current.rounding).double()
-            data = data if self.own_step else data - rounding
+            of_entries = (sketched.flat[:, self.sketcher.cut :] @ current.rounding).double()
+            data = data if self.own_step else data - of_entries
+            rounding = of_entries if rounding is None else rounding + of_entries
         return Accounts(data, data.abs(), decay, inherited, rounding, points=len(points)), found
 
     def _average(self, step: int, mover: Mover, points: Points) -> tuple[Tensor, Gradients]:
@@ -315,6 +317,7 @@ class WholeScorer(RefiningScorer):
             "carried": {name: c.value for name, c in self.carried.items()},
             "to_all": self._to_all,
             "noise": self.noise.level,
+            "noisy_tensors": self.noise.tensors,
             "window": self.window.state_dict(),
         }
 
@@ -322,7 +325,7 @@ class WholeScorer(RefiningScorer):
         """Restore."""
         device = self.sketcher.device
         self.steps, self.direction, self._to_all = state["steps"], _to(state["direction"], device), state["to_all"]
-        self.noise.level = _to(state["noise"], device)
+        self.noise.level, self.noise.tensors = _to(state["noise"], device), list(state["noisy_tensors"])
         known = state["known"]
         self.known = None
         if known is not None:
