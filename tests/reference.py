@@ -39,30 +39,6 @@ def secant_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor)
     return torch.where(used == 0, torch.zeros_like(used), -moved / torch.where(used == 0, 1.0, used))
 
 
-def frozen_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
-    """The optimizer's linearisation with its state before the step, written from the formulas."""
-    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
-    if isinstance(optimizer, torch.optim.SGD):
-        return secant_gain(optimizer, p, torch.ones_like(used))  # linear: any gradient tells
-    state = optimizer.state[p]
-    if "exp_avg_sq" not in state:
-        return secant_gain(optimizer, p, used)
-    t = float(state["step"]) + 1
-    b1, b2 = group["betas"]
-    v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-    gain = group["lr"] * (1 - b1) / (1 - b1**t) / (torch.sqrt(v / (1 - b2 ** (t - 1))) + group["eps"])
-    gain = torch.where(v == 0, torch.zeros_like(gain), gain)
-    return -gain if group["maximize"] else gain
-
-
-def row_corrected_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
-    """The frozen gain of an output vocabulary: each row scaled to the mean secant gain of its first 32 columns."""
-    frozen, secant = frozen_gain(optimizer, p, used), secant_gain(optimizer, p, used)
-    columns = slice(32)
-    before, after = frozen[:, columns].sum(1, keepdim=True), secant[:, columns].sum(1, keepdim=True)
-    return frozen * torch.where(before == 0, torch.zeros_like(before), after / torch.where(before == 0, 1.0, before))
-
-
 def sgd_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
     """The paper's proxy."""
     group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))

@@ -51,10 +51,6 @@ class ProcessError(StepError):
     """Another process of the run died, or is at another place of the step."""
 
 
-class DeferredMemoryError(InrunError):
-    """A method that waits for the optimizer's step would keep more than ``deferred_memory`` allows."""
-
-
 class LedgerError(InrunError):
     """The ledger cannot be opened or written."""
 

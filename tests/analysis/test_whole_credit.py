@@ -34,7 +34,7 @@ def settled(step: int) -> SettledCredits:
 
 @pytest.fixture(params=["whole", "step"])
 def run(request, tmp_path) -> Ledger:
-    """The same steps with and without credits; the first four of six are settled. The control is the step game."""
+    """The same steps with and without credits; the first four of six are settled. The control is ``method="step"``."""
     with Ledger(tmp_path / "run", about={"method": request.param}) as ledger:
         ledger.register_samples([{"sample_id": i, "domain": "ab"[i % 2], "owner": "xy"[i % 2]} for i in range(2 * STEPS)])
         for step in range(STEPS):

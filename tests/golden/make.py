@@ -21,43 +21,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.record import (
-    FOLDER,
-    Record,
-    disagreements,
-    is_old_engine,
-    measure,
-    plain_weights,
-    store,
-    whole,
-)
-from golden.runs import RUNS, Run
-
-
-def unspread(run: Run, record: Record) -> Record:
-    """Measure again with an old engine that spreads nothing; return what differs.
-
-    See ``golden.record.expected``. The engine that replaces it spreads nothing anyway.
-    """
-    if not is_old_engine():
-        return {}
-    from inrun.old.engine.credit.keeper import WholeCredit
-
-    def no_rest(_: Any, data: Tensor, parts: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(data), parts.new_zeros(len(sizes), len(data))
-
-    with mock.patch.object(WholeCredit, "_with_rest", no_rest):
-        other = whole(run, bitwise=True)
-    found = disagreements({key: record[key] for key in other}, other)
-    return {f"unspread.{line.split()[0]}": other[line.split()[0]] for line in found}
+from golden.record import FOLDER, measure, plain_weights, store
+from golden.runs import RUNS
 
 
 def main() -> None:
@@ -75,7 +45,6 @@ def main() -> None:
                 sys.exit(f"{name}: {key} is not what training without inrun gives")
         if not all(bool(x.isfinite().all()) for x in record.values()):
             sys.exit(f"{name}: some numbers are not finite, or some uses are not settled")
-        record |= unspread(RUNS[name], record)
         path = store(name, record, given.to)
         points = next(v for k, v in record.items() if k.endswith(".points")).int().tolist()
         size = path.stat().st_size / 1000

@@ -11,14 +11,13 @@ A record is a flat dictionary of tensors, U uses (rows of steps) and T steps:
 ``paid``                    the share of a use's push that was paid when it was settled, ``[U]``
 ``first.SET``               contributions of ``method="first"``, ``[U]``
 ``accounts.SET.COLUMN``     the accounts of whole credit, ``[T]``; COLUMN as in ``ACCOUNTS``
-``unspread.KEY``            only where windows end during the run: see :func:`expected`
+``unspread.KEY``            only in files made before windows ended unpaid: see :func:`expected`
 ==========================  ====================================================================
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import platform
 from collections.abc import Iterator
@@ -54,28 +53,16 @@ PAID = 1e-5
 # The engine
 
 
-def is_old_engine() -> bool:
-    """Return whether the installed engine is the one that the stored numbers were measured with."""
-    return "credit" in inspect.signature(inrun.Accountant.__init__).parameters
-
-
 def attach(training: Training, method: str, bitwise: bool) -> inrun.Accountant:
     """Attach inrun to a training run. The only place that knows how its constructor is spelled."""
-    spelled: dict[str, Any] = {"method": method}
-    if is_old_engine():
-        spelled = {
-            "whole": {"credit": "whole", "credit_memory": "exact"},
-            "first": {"method": "first", "update": "sgd"},
-        }[method]
-    elif method == "whole":
-        spelled["sketch"] = "exact"
     return inrun.Accountant(
         training.model,
         training.optimizer,
         training.validation,
+        method=method,
+        sketch="exact" if method == "whole" else None,
         audit_every=1,
         bitwise=bitwise,
-        **spelled,
     )
 
 
@@ -213,12 +200,12 @@ def load(name: str) -> tuple[Record, dict[str, str]]:
 
 
 def expected(name: str) -> tuple[Record, bool]:
-    """Return the stored numbers that the installed engine has to give.
+    """Return the stored numbers that the engine has to give.
 
-    When the window of a use ends, less than 1 % of its push is still to come. What that does is
-    spread by the old engine over the uses that are still open, in proportion to the norms of their
-    gradients; the definition of credit pays it to nobody. Files of runs in which windows end hold
-    both: the old engine's numbers, and ``unspread.KEY``, measured with spreading switched off.
+    When the window of a use ends, less than 1 % of its push is still to come, and nobody is paid
+    for it. The engine that measured the files spread it over the uses that were still open. The file
+    of a run in which windows end also holds ``unspread.KEY``, measured with spreading switched
+    off; these numbers count.
 
     Returns:
         The numbers, and whether they were measured in this environment, so that weights must be
@@ -226,7 +213,7 @@ def expected(name: str) -> tuple[Record, bool]:
     """
     record, made_in = load(name)
     defined = {k.removeprefix("unspread."): record.pop(k) for k in [*record] if "unspread." in k}
-    return record if is_old_engine() else record | defined, made_in == environment()
+    return record | defined, made_in == environment()
 
 
 # Comparing

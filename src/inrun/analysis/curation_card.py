@@ -67,7 +67,7 @@ def _unused(c: Curation) -> str:
 
 
 def _credit_line(found: Info) -> list[str]:
-    """Say that scores are whole credit; the step game needs no line."""
+    """Say that scores are whole credit; other methods need no line."""
     if found.credit != "whole":
         return []
     still = f"; the uses of {found.pending:,} steps are pending and count with the part of their own step" if found.pending else ""

@@ -68,7 +68,7 @@ class Steps:
     #: SQL conditions on ``step``; None: no such steps.
     closed: str | None
     open: str | None
-    #: The steps that are closed by now: of the step game the last one, of whole credit a table.
+    #: The steps that are closed by now: without credits the last one, under whole credit a table.
     last: int | None
     numbers: pa.Table | None
 
@@ -78,7 +78,7 @@ class Unsettled(Exception):  # noqa: N818 - a state, not an error
 
 
 def new_steps(tables: Tables, last: int | None, done: pa.Table | None) -> Steps:
-    """Find what is new. Of the step game all later steps; under whole credit the steps that were settled since, whenever used.
+    """Find what is new: without credits all later steps, under whole credit the steps that were settled since, whenever used.
 
     Args:
         tables: The run.

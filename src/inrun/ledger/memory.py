@@ -78,7 +78,7 @@ class MemoryLedger:
         return pa.concat_tables(parts).combine_chunks() if parts else CONTRIBUTIONS.empty_table()
 
     def credits(self) -> pa.Table:
-        """Return every settled credit, in the order settled; empty in the step game."""
+        """Return every settled credit, in the order settled; empty but for `method="whole"`."""
         return credit_table(self._credits)
 
     def accounts(self) -> pa.Table:

@@ -132,7 +132,7 @@ class LedgerReader:
         return self._read("contributions", CONTRIBUTIONS)
 
     def credits(self) -> pa.Table:
-        """Return every settled credit, in the order settled; empty in the step game. Loads all of it, as `contributions` does."""
+        """Return every settled credit, in the order settled; empty but for `method="whole"`. Loads all of it."""
         return self._read("credits", CREDITS)
 
     def accounts(self) -> pa.Table:
