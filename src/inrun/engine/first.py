@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inrun.engine.checks import check_products, nothing
 from inrun.engine.parameters import Parameters
-from inrun.engine.readers import Request, contract_rows
+from inrun.engine.readers import Request, contract_rows, products
 from inrun.engine.reading import Reading, clip_from_products, ratio
 from inrun.engine.scorer import Accounts, Outcome, Scorer, finite
 from inrun.engine.validation import Gradients, Validation
@@ -44,9 +44,7 @@ class FirstScorer(Scorer):
         self._directions = {i: v for i, v in every if v is not None}
 
     def request(self, n: int, longest: int | None, audited: bool) -> Request:
-        """Contract with the validation gradient; for an audit with random signs, too, which no change of gradients is at right
-        angles to.
-        """
+        """Contract with the validation gradient; for an audit with random signs, too: no change is at right angles to both."""
         self._prepare(audited)
         directions, k = self.parameters.gathered(self._checked), len(self._found.labels)
         signed = frozenset(self._checked) if audited else frozenset()
@@ -61,7 +59,7 @@ class FirstScorer(Scorer):
     def clip(self, readings: Sequence[Reading], optimizer: int) -> Tensor:
         """Compare inner products; note the learning rates, which a schedule may change before the step ends."""
         self._note_rates(optimizer)
-        return clip_from_products(_all_products(readings), self.parameters.of(optimizer), self._checked, self.parameters.processes)
+        return clip_from_products(readings, self.parameters.of(optimizer), self._directions, self.parameters.processes)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
         """Check conservation."""
@@ -199,8 +197,8 @@ class SecondScorer(FirstScorer):
             if isinstance(g, LookUp):
                 found = contract_rows(g, v).to(v.dtype)
             else:
-                flat = v.reshape(len(v), -1)
-                found = torch.cat([part.reshape(len(part), -1).to(v.dtype) @ flat.t() for _, _, part in g.chunks()])
-            for products, x in ((reading.products, found[:, :k]), (reading.signed, found[:, k:])):
+                parts = [part.reshape(len(part), -1).to(v.dtype) for _, _, part in g.chunks()]
+                found = torch.cat([products(part, v.reshape(len(v), -1), k) for part in parts])
+            for held, x in ((reading.products, found[:, :k]), (reading.signed, found[:, k:])):
                 if x.shape[1] > 0:
-                    products[i] = products[i] + x if i in products else x
+                    held[i] = held[i] + x if i in held else x

@@ -177,6 +177,12 @@ def contract_rows(gradient: LookUp, v: Tensor) -> Tensor:
     return torch.stack(found, 1)
 
 
+def products(flat: Tensor, v: Tensor, k: int) -> Tensor:
+    """Return inner products of gradients ``[n, entries]`` with directions, the first k apart: others change no bit of them."""
+    first = torch.mv(flat, v[0]).unsqueeze(1) if k == 1 else flat @ v[:k].t()
+    return first if len(v) == k else torch.cat([first, flat @ v[k:].t()], 1)
+
+
 class Collected:
     """Takes the per-sample gradients of one tap, chunk by chunk."""
 
@@ -206,9 +212,7 @@ class Collected:
             return
         flat = g.reshape(len(g), -1)
         if self._directions is not None:
-            v = self._directions
-            products = torch.mv(flat, v[0].to(flat.dtype)).unsqueeze(1) if len(v) == 1 else flat @ v.to(flat.dtype).t()
-            made.append(products.to(r.dtype))
+            made.append(products(flat, self._directions.to(flat.dtype), r.k).to(r.dtype))
         if self.reader.sketch is not None:
             assert r.sketcher is not None and r.epoch is not None
             if self.rows is not None and self.rows.heaviest is not None:

@@ -66,6 +66,8 @@ def custom_leaves(t: Tensor, sources: dict[int, Source], is_data: Callable[[Tens
     """
     if not t.requires_grad or id(t) in sources or not isinstance(t.grad_fn, BackwardCFunction):
         return ()
+    if type(t.grad_fn).__name__ in _TAPS:
+        return ()
     by_tensor = {id(s.tensor): leaf for s in sources.values() if s.is_leaf for leaf in s.leaves}
     found: dict[Leaf, None] = {}
     nodes, seen = [t.grad_fn], set[Any]()
