@@ -43,6 +43,7 @@ ALLOWED = {
         "analysis",
         "baselines",
         "bench",
+        "paper",
         "methods",
         "statistics",
         "files",
@@ -50,7 +51,7 @@ ALLOWED = {
     },
     "integrations": {"integrations", "engine", "ledger", "files", "errors"},
     "baselines": {"baselines", "errors", "statistics", "ledger", "files"},
-    "bench": {"bench", "engine", "layers", "training", "errors", "torch_private"},
+    "bench": {"bench", "engine", "layers", "paper", "training", "errors", "torch_private"},
 }
 NO_TORCH = {"ledger", "analysis", "report", "notebook", "figures", "explorer"}
 #: Files that every room may import, and that import none.
