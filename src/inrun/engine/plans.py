@@ -68,7 +68,7 @@ def make_plans(leaves: Sequence[Leaf], size: int | None, tables: set[int], outpu
         leaves: The scored parameters.
         size: Numbers per sample; None keeps every entry.
         tables: Places of parameters that are looked up.
-        outputs: Places of output vocabularies, which get four times the share.
+        outputs: Places of output vocabularies; those that are not looked up, too, get four times the share.
     """
     shapes = [
         (p.shape[0], p.numel() // max(p.shape[0], 1)) if p.dim() > 1 else (1, p.numel())
@@ -82,7 +82,7 @@ def make_plans(leaves: Sequence[Leaf], size: int | None, tables: set[int], outpu
             continue
         left -= math.prod(shapes[i])
         small.add(i)
-    parts = {i: math.sqrt(math.prod(s)) * (4.0 if i in outputs else 1.0) for i, s in enumerate(shapes) if i not in small}
+    parts = {i: math.sqrt(math.prod(s)) * (4.0 if i in outputs - tables else 1.0) for i, s in enumerate(shapes) if i not in small}
     parts = {i: x for i, x in parts.items() if not (i in tables and i not in outputs)}
     whole, per_row = sum(parts.values()) or 1.0, PER_ROW if size >= SMALL else PER_ROW_SMALL
     found = []
