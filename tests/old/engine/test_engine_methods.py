@@ -11,7 +11,8 @@ import torch.nn.attention
 from torch import Tensor, nn
 
 import inrun
-from inrun.errors import ConfigurationError, DeferredMemoryError, OptimizerError, StepError
+from inrun.errors import ConfigurationError, OptimizerError, StepError
+from inrun.old import DeferredMemoryError
 from inrun.training.gpt import next_token_loss
 from reference import gradients, real_move, relative_error, secant_gain
 from tiny import batch, tiny, train_step, validation

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from inrun.errors import CoverageError, DeferredMemoryError, StepError
+from inrun.errors import CoverageError, StepError
+from inrun.old import DeferredMemoryError
 from inrun.old.engine.buffers import Buffers
 from inrun.old.engine.directions import Asks
 from inrun.old.engine.documents import Documents

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inrun.errors import DeferredMemoryError, ValidationError
+from inrun.errors import ValidationError
 from inrun.ledger.record import SettledCredits
+from inrun.old import DeferredMemoryError
 from inrun.old.engine.credit.keeper import WholeCredit
 from inrun.old.engine.credit.move import WholeMove
 from inrun.old.engine.credit.payment import Payment
