@@ -27,13 +27,12 @@ def account_for_step(
         processes: Those that hold the parameters.
     """
     decay, moved = decoupled_decay(gradients, mover), mover.moved()
-    data, rounding = (gradients @ moved).double() - decay, None
-    if noise:
-        rounding = sum((gradients[:, at] @ moved[at]).double() for at in (mover.flat.slices[i] for i in noise))
-        rounding = processes.over_shards(torch.as_tensor(rounding))
-    data, decay = processes.over_shards(torch.stack([data, decay]))
+    data, rounding = (gradients @ moved).double() - decay, torch.zeros_like(decay)
+    for at in (mover.flat.slices[i] for i in noise):
+        rounding += (gradients[:, at] @ moved[at]).double()
+    data, decay, rounding = processes.over_shards(torch.stack([data, decay, rounding]))
     mover.to_own_directions_(gradients)
-    return data, decay, rounding
+    return data, decay, rounding if noise else None
 
 
 def account_for_pushes(

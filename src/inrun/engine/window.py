@@ -11,6 +11,7 @@ from later ones. Every so often the sums begin anew (P = 1, R = 0), which keeps 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,7 @@ from inrun.errors import ConfigurationError, ValidationError
 from inrun.ledger.labels import Label
 from inrun.optimizers import Memory
 
-#: Steps after which running sums begin anew.
-REBASE = 22
+log = logging.getLogger("inrun")
 
 
 @dataclass(eq=False)
@@ -91,6 +91,11 @@ class Window:
         """Make room for so many open steps of so many rows; what is open is kept."""
         if self.ring.reserve(steps, rows, self.sets):
             self.errors.reserve(self.ring.rows.shape[0], self.ring.rows.shape[1], self.sets)
+            log.info(
+                "inrun: %d numbers per sample, for up to %d samples in each of %d steps: %.0f MB",
+                self.sketcher.size,
+                *(self.ring.rows.shape[1], self.ring.places, self.nbytes() / 1e6),
+            )
 
     def _free_place(self, rows: int) -> int:
         taken = {slot.place for slot in self.slots}
