@@ -195,7 +195,8 @@ class Validation:
         if self._written is None:
             changed |= {i for i, b in copies.items() if not torch.equal(b, buffers[i])}
         with torch.no_grad():
-            for i in changed & copies.keys():
+            # Kernels of batch norm write without counting: what was written once is put back after every pass.
+            for i in copies if self._written is not None else changed & copies.keys():
                 buffers[i].copy_(copies[i])
         self._written = changed | (self._written or set())
         if changed - copies.keys():

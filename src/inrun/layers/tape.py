@@ -35,6 +35,9 @@ RULES: dict[Any, Callable[..., Any]] = {}
 #: Functions that treat all entries of broadcast tensors alike.
 POINTWISE: set[Any] = set()
 
+#: The kind of functions that read and set attributes of tensors.
+_ATTRIBUTE = type(Tensor.grad.__set__)  # type: ignore[attr-defined]
+
 #: Functions that take only precision, place or shape of their second tensor.
 LIKE = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 
@@ -158,7 +161,7 @@ class Tape(TorchFunctionMode):
             return run_backward(self, func, args, kwargs)
         if func is torch.autograd.grad:
             return differentiate(self, args, kwargs)
-        if not torch.is_grad_enabled() or self.n == 0:
+        if not torch.is_grad_enabled() or self.n == 0 or (type(func) is _ATTRIBUTE and func.__name__ == "__set__"):
             return func(*args, **kwargs)
         for t in (*args, *kwargs.values()):
             leaves = custom_leaves(t, self.sources, self.is_data) if isinstance(t, Tensor) else ()
@@ -267,6 +270,8 @@ class Tape(TorchFunctionMode):
         for t in tensors_in(out):
             if t.requires_grad and id(t) not in self.sources:
                 self.sources[id(t)] = Source(t, leaves)
+            elif not t.requires_grad and t not in self.inputs:
+                self.made.add(t)
         return out
 
     # Taps
