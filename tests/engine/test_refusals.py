@@ -522,9 +522,10 @@ def test_gradients_that_are_changed_by_more_than_a_factor(name: str, method: str
         train(accountant, range(1))
 
 
+@pytest.mark.parametrize("sets", [True, False], ids=["set", "in place"])
 @pytest.mark.parametrize("factor", [1.0, 1e-3, -1.0])
 @EVERY
-def test_control_one_factor_is_no_change(method: str, factor: float) -> None:
+def test_control_one_factor_is_no_change(method: str, factor: float, sets: bool) -> None:
     """Clipping, a loss scale, ascent: the samples' pushes are those of the gradient that was used."""
     found = []
     for by_hand in (False, True):
@@ -533,7 +534,10 @@ def test_control_one_factor_is_no_change(method: str, factor: float) -> None:
 
         def scale(model: nn.Module = model) -> None:
             for p in model.parameters():
-                p.grad.mul_(factor)
+                if sets:
+                    p.grad = p.grad * factor
+                else:
+                    p.grad.mul_(factor)
 
         scaled = lambda m=model, by_hand=by_hand: loss(m) * (1.0 if by_hand else factor)  # noqa: E731
         found.append(run_step(accountant, scaled, range(4), between=scale if by_hand else lambda: None))
