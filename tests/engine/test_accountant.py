@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -346,3 +348,70 @@ def test_with_ids() -> None:
         inrun.with_ids(iter([1]))
     loader = torch.utils.data.DataLoader(inrun.with_ids([{"x": torch.ones(2)}] * 5), batch_size=2, shuffle=True)
     assert sorted(int(i) for b in loader for i in b["sample_id"]) == [0, 1, 2, 3, 4]
+
+
+@EVERY
+def test_clipping_by_a_hook_that_came_later_is_seen(method: str) -> None:
+    """Another library's pre-hook, registered after the accountant's, clips: the accountant's still runs last."""
+    found = []
+    for by_hook in (False, True):
+        model = perceptron()
+        accountant = attach(model, audit_every=1, **METHODS[method])
+        clip = lambda *_, model=model: [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)].clear()  # noqa: E731
+        if by_hook:
+            accountant.optimizers[0].register_step_pre_hook(clip)
+        found.append(train(accountant, range(3), between=(lambda: None) if by_hook else clip))
+        assert accountant.last.clip[0] < 1.0
+    assert distance(*found) < 1e-9
+
+
+@pytest.mark.parametrize("method", ["whole", "step", "first"])
+def test_a_validation_that_draws_is_one_function_within_a_step(method: str) -> None:
+    drawn: list[tuple[int, float]] = []
+
+    def some(model: Any, step: int) -> Tensor:
+        drawn.append((step, random.random() + float(np.random.rand()) + float(torch.rand(()))))
+        return losses(model, points(3, int(1e6 * drawn[-1][1]))).mean()
+
+    random.seed(1)
+    accountant = attach(perceptron(), validation=some, audit_every=1, **METHODS[method])
+    train(accountant, range(3))
+    assert len(drawn) > 3 and len(set(drawn)) == 3 == len({step for step, _ in drawn})
+    after = random.random()
+    random.seed(1)
+    assert random.random() == after
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "NAdam"])
+def test_fidelity_puts_everything_back(kind: str, begun: bool) -> None:
+    torch.manual_seed(0)
+    model = Noisy().double()
+    model.a.bias.requires_grad_(False)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizer = getattr(torch.optim, kind)([p for p in model.parameters() if p.requires_grad], lr=0.01, **options)
+    accountant = attach(model, optimizer, lambda m: losses(m, points(3, 9)).mean())
+    if begun:
+        run_step(accountant, lambda: losses(model, points(6, 0)).mean(), range(6))
+    model.drop.eval()
+
+    def snapshot() -> list[Any]:
+        held = [x for s in optimizer.state.values() for x in s.values()]
+        tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *held]
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in (*tensors, torch.get_rng_state())]
+        return [[id(x) for x in tensors], copies, [m.training for m in model.modules()], len(optimizer.state)]
+
+    before = snapshot()
+    accountant.fidelity(lambda m: losses(m, points(6, 1)), permutations=2)
+    after = snapshot()
+    assert before[0] == after[0] and before[2:] == after[2:]
+    assert all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in zip(before[1], after[1], strict=True))
