@@ -55,7 +55,7 @@ class Run:
             if scaler is not None:
                 scaler.step(self.optimizer)
                 scaler.update()
-            elif not step._dropped:
+            elif step.skipped is None:
                 self.optimizer.step()
             self.optimizer.zero_grad()
         return self.accountant.last
