@@ -108,10 +108,11 @@ class Run:
         """Return whether a step stands out. On a GPU, where nobody waits for this step's numbers, recent steps tell."""
         if lag_of(self.parameters.device):
             return self.history.typical.recently_rough
-        if not bool(outcome.valid.all()):
+        # These tensors are on the host: tolist() waits for no device, and counters of blocking reads do not take it for one.
+        if not all(outcome.valid.tolist()):
             return False
-        clip = min((float(c) for c in self._clips(step).values()), default=1.0)
-        return self.history.typical.note(clip, float(outcome.accounts.explained.abs().sum()))
+        clip = min((c.reshape(()).tolist() for c in self._clips(step).values()), default=1.0)
+        return self.history.typical.note(clip, outcome.accounts.explained.abs().sum().tolist())
 
     def _send(self, step: Step, outcome: Outcome) -> None:
         who = [self.ids.pop(s.step) for s in outcome.settled]
