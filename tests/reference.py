@@ -1,8 +1,7 @@
-"""The slow truth: one sample at a time, plain autograd, the real optimizer. Shares no code with inrun."""
+"""The slow truth: one sample at a time, plain autograd. Shares no code with inrun."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -18,31 +17,6 @@ def gradients(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
 def sample_gradients(share: Callable[[int], Tensor], n: int, parameters: list[nn.Parameter]) -> list[list[Tensor]]:
     """g_n for each sample; ``share(j)`` runs sample j alone and returns its part of the batch loss."""
     return [gradients(share(j), parameters) for j in range(n)]
-
-
-def real_move(optimizer: torch.optim.Optimizer, p: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Run the real optimizer on one parameter, from its present state, with a given gradient; return w' − w."""
-    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
-    options = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
-    twin = nn.Parameter(p.detach().clone())
-    other = type(optimizer)([twin], **options)
-    if p in optimizer.state:
-        other.state[twin] = copy.deepcopy(dict(optimizer.state[p]))
-    twin.grad = gradient.clone()
-    other.step()
-    return twin.detach() - p.detach()
-
-
-def secant_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
-    """(u(0) − u(G)) / G elementwise, by two real steps; 0 where G is 0. Contains the learning rate."""
-    moved = real_move(optimizer, p, used) - real_move(optimizer, p, torch.zeros_like(used))
-    return torch.where(used == 0, torch.zeros_like(used), -moved / torch.where(used == 0, 1.0, used))
-
-
-def sgd_gain(optimizer: torch.optim.Optimizer, p: nn.Parameter, used: Tensor) -> Tensor:
-    """The paper's proxy."""
-    group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
-    return torch.full_like(used, group["lr"])
 
 
 def contributions(g_n: list[list[Tensor]], gains: list[Tensor], g_val: list[Tensor], factor: float = 1.0) -> Tensor:
