@@ -36,7 +36,7 @@ RULES: dict[Any, Callable[..., Any]] = {}
 POINTWISE: set[Any] = set()
 
 #: The kind of functions that read and set attributes of tensors.
-_ATTRIBUTE = type(Tensor.grad.__set__)  # type: ignore[attr-defined]
+_ATTRIBUTE = type(getattr(Tensor.grad, "__set__"))  # noqa: B009
 
 #: Functions that take only precision, place or shape of their second tensor.
 LIKE = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
