@@ -17,7 +17,6 @@ ALLOWED = {
     "optimizers": {"optimizers", "errors"},
     # The accountant offers figures and the fidelity study as attributes, and imports them when asked.
     "engine": {"engine", "layers", "optimizers", "ledger", "analysis", "errors", "fidelity", "torch_private"} | NOTEBOOKS,
-    "old": {"engine", "ledger", "analysis", "errors", "statistics", "fidelity", "torch_private"} | NOTEBOOKS,
     "paper": {"paper", "ledger", "errors", "torch_private"},
     "truth": {"truth", "errors", "statistics", "torch_private", "notebook"},
     "fidelity": {"fidelity", "engine", "truth", "errors", "notebook"},

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from inrun.engine import Accountant
-from inrun.methods import METHODS
 from inrun.errors import StepError
+from inrun.methods import METHODS
 
 #: Warnings of torch's own tracing.
 pytestmark = [

@@ -111,8 +111,8 @@ class Run:
         # These tensors are on the host: tolist() waits for no device, and counters of blocking reads do not take it for one.
         if not all(outcome.valid.tolist()):
             return False
-        clip = min((c.reshape(()).tolist() for c in self._clips(step).values()), default=1.0)
-        return self.history.typical.note(clip, outcome.accounts.explained.abs().sum().tolist())
+        clip = min((float(c.reshape(-1).tolist()[0]) for c in self._clips(step).values()), default=1.0)
+        return self.history.typical.note(clip, sum(map(abs, outcome.accounts.explained.tolist())))
 
     def _send(self, step: Step, outcome: Outcome) -> None:
         who = [self.ids.pop(s.step) for s in outcome.settled]

@@ -1,1 +1,0 @@
-"""What is checked while a run is scored: rows, coverage, gradients, conservation."""
