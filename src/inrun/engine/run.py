@@ -221,7 +221,7 @@ class History:
         self._write = write
         self._names, self._first = [s.name for s in parameters.scored], parameters.processes.rank == 0
         self._excess = ExcessWarning(self._names)
-        self._parameters = parameters
+        self._scored = parameters
         self.typical = Typical()
         self._pending: deque[PendingStep] = deque()
         self.labels: list[Label] = []
@@ -266,4 +266,4 @@ class History:
         failures = arrived.found.get("failures")
         if failures is None or not arrived.pending.audited or arrived.skipped is not None:
             return None
-        return judge(arrived.pending.number, self._names, self._parameters.precisions(), failures)
+        return judge(arrived.pending.number, self._names, self._scored.precisions(), failures)

@@ -79,8 +79,13 @@ def custom_leaves(t: Tensor, sources: dict[int, Source], is_data: Callable[[Tens
         variable = getattr(node, "variable", None)
         if type(node).__name__ in _TAPS or (variable is not None and id(variable) not in by_tensor):
             return ()
-        if isinstance(node, BackwardCFunction) and any(isinstance(x, Tensor) and is_data(x) for x in node.saved_tensors):
-            return ()
+        if isinstance(node, BackwardCFunction):
+            try:
+                saved = node.saved_tensors
+            except RuntimeError:  # its backward has run
+                return ()
+            if any(isinstance(x, Tensor) and is_data(x) for x in saved):
+                return ()
         if variable is not None:
             found[by_tensor[id(variable)]] = None
         nodes += [following for following, _ in node.next_functions if following is not None]
