@@ -17,6 +17,7 @@ from inrun.layers.checkpoints import no_reentry, no_trace
 from inrun.layers.layout import UNREAD, Layout, tensors_in
 from inrun.layers.tap import Tap
 from inrun.layers.tape import Tape
+from inrun.torch_private import is_compiled
 
 log = logging.getLogger("inrun")
 #: A tap's layout is believed for new shapes once it was read for so many.
@@ -184,11 +185,6 @@ class Layouts:
     def note_dead(self, taps: list[Tap]) -> None:
         """Remember taps that no gradient reached, neither from the outputs nor from the loss: they are not read again."""
         self._dead |= {tap.key for tap in taps if tap in self._unread and not tap.fired}
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module was compiled, by ``torch.compile(module)`` or ``module.compile()``."""
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
 
 
 def _static(layout: Layout, samples: Samples) -> bool:

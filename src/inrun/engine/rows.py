@@ -19,6 +19,7 @@ from torch import Tensor
 from inrun.errors import RowOwnershipError
 from inrun.layers.layout import UNREAD, Layout, index_of
 from inrun.layers.tap import Tap
+from inrun.torch_private import metadata_of
 
 #: Entries that no gradient reaches, and entries in which samples meet.
 SILENT, MIXED = -1, -2
@@ -91,7 +92,7 @@ class RowProbe:
         """
         shapes = [(t, t.shape) for t in outputs if any(name == "first" for name, *_ in self.samples.layouts(t.shape))]
         seeds = [(torch.autograd.graph.get_gradient_edge(t), shape) for t, shape in shapes]
-        half = any(t.edge.node._input_metadata[t.edge.output_nr].dtype == torch.float16 for t in self.taps if t.edge)
+        half = any(metadata_of(t.edge).dtype == torch.float16 for t in self.taps if t.edge)
         found: dict[Tap, str] = {}
         disagree = False
         with self.probing():
@@ -189,7 +190,7 @@ class RowProbe:
             for (edge, _, who), r in zip(seeds, random, strict=True):
                 code = torch.zeros_like(who) if digit is None else who.clamp_min(0) // digit % base
                 scale = 1.0 - 2.0 * code if base == 2 else torch.exp2((code - HALF * (digit is not None)).double())
-                meta = edge.node._input_metadata[edge.output_nr]
+                meta = metadata_of(edge)
                 # Rounded to the precision of the graph first, so that scaling stays exact.
                 seed = r.to(meta.device, meta.dtype) * scale.to(meta.device, meta.dtype)
                 gradients.append(seed.masked_fill_((who < 0).to(meta.device), 0.0))

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from inrun.engine.flat import local
 from inrun.engine.parameters import Parameters
 from inrun.engine.shards import Gathered
 from inrun.layers.tap import Leaf, Source
 from inrun.layers.tape import Tape
-from inrun.torch_private import fsdp_groups, fsdp_parameters
+from inrun.torch_private import fsdp_groups, fsdp_parameters, tree_leaves
 
 
 class ShardedModel:

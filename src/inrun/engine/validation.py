@@ -18,6 +18,7 @@ from inrun.engine.sharded import ShardedPasses
 from inrun.errors import ConfigurationError, ValidationError
 from inrun.layers.checkpoints import kept_results, no_reentry
 from inrun.ledger.labels import Label, is_name
+from inrun.torch_private import version_of
 
 Loss = Callable[..., Tensor]
 
@@ -176,7 +177,7 @@ class Validation:
         with (
             forked_random((step * 1_000_003 + salt) % (2**63 - 1), self.model),
             evaluating(self.model) if self.mode == "eval" else contextlib.nullcontext(),
-            self._buffers(),
+            self._kept_buffers(),
             no_reentry(),
             contextlib.nullcontext() if self.passes is None else self.passes.fresh(),
             kept_results(),
@@ -184,14 +185,14 @@ class Validation:
             yield
 
     @contextlib.contextmanager
-    def _buffers(self) -> Iterator[None]:
+    def _kept_buffers(self) -> Iterator[None]:
         """Put back buffers that a pass writes to: all are copied around the first pass, and later those that were written."""
         buffers = dict(enumerate(self.model.buffers()))
         watched = buffers if self._written is None else {i: buffers[i] for i in self._written if i in buffers}
         copies = {i: b.detach().clone() for i, b in watched.items()}
-        versions = {i: b._version for i, b in buffers.items()}
+        versions = {i: version_of(b) for i, b in buffers.items()}
         yield
-        changed = {i for i, b in buffers.items() if b._version != versions[i]}
+        changed = {i for i, b in buffers.items() if version_of(b) != versions[i]}
         if self._written is None:
             changed |= {i for i, b in copies.items() if not torch.equal(b, buffers[i])}
         with torch.no_grad():

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
+from inrun.torch_private import CACHED_MODE, keep_version_counter
+
 
 class _NoReentry:
     """Stands in for reentrant checkpointing, through which gradients of chosen tensors cannot be taken."""
@@ -37,7 +39,7 @@ def no_reentry() -> Iterator[None]:
 @contextlib.contextmanager
 def kept_results() -> Iterator[None]:
     """Let selective checkpoints keep their results in the block: a backward takes them, so that a second one would fail."""
-    cls: Any = getattr(checkpointing, "_CachedTorchDispatchMode", None)
+    cls = CACHED_MODE
     if cls is None:
         yield
         return
@@ -70,5 +72,5 @@ def no_trace(model: nn.Module) -> Iterator[None]:
         torch.set_rng_state(state)
         with torch.no_grad():
             for buffer, content in buffers:
-                with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
+                with keep_version_counter(buffer):
                     buffer.copy_(content)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from inrun.layers.layout import tensors_in
+from inrun.torch_private import pack_padded_sequence
 
 if TYPE_CHECKING:
     from inrun.layers.tape import Tape
 
 _GETITEM = {Tensor.__getitem__}
 _SELECT = {torch.index_select, Tensor.index_select}
-_MASKED = {torch.masked_select, Tensor.masked_select, torch._VF._pack_padded_sequence}
+_MASKED = {torch.masked_select, Tensor.masked_select, pack_padded_sequence}
 _ALONG = {torch.roll: 2, Tensor.roll: 2, torch.flip: 1, Tensor.flip: 1}
 #: The sample of rows in which several are mixed.
 MIXED = -2

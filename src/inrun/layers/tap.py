@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from inrun.errors import InrunError, StepError
 from inrun.layers.gradients import LookUp, PerSample
 from inrun.layers.layout import Layout
+from inrun.torch_private import functions_seen, functions_unseen, unsafe_view
 
 
 def opened(function: Any) -> Any:
@@ -218,7 +219,7 @@ def run_grads(output: Tensor | GradientEdge, inputs: Sequence[Any], g: Tensor) -
 
     A checkpoint that is run again for them must call what it called at first: the tape is on.
     """
-    with torch.enable_grad(), torch._C._EnableTorchFunction():
+    with torch.enable_grad(), functions_seen():
         try:
             return run_grad([output], inputs, [g], retain_graph=True, allow_unused=True, is_grads_batched=True)
         except RuntimeError:
@@ -239,7 +240,7 @@ class Observe(torch.autograd.Function):
         """Save what the rule needs, the first ``count`` tensors. ``owned`` tensors follow, and the probes."""
         ctx.save_for_backward(*tensors[:count])
         ctx.tap, ctx.count, ctx.owned, ctx.probes = tap, count, owned, len(tensors) - count - owned
-        return torch.ops.aten._unsafe_view(out, list(out.shape))
+        return unsafe_view(out, list(out.shape))
 
     @staticmethod
     def backward(ctx: Any, b: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -253,7 +254,7 @@ class Observe(torch.autograd.Function):
         for reader in tap.readers:
             reader.note(b.dtype)
         saved = ctx.saved_tensors  # checkpointing may run the forward again here, under the tape
-        with torch._C.DisableTorchFunction(), torch.autocast(b.device.type, enabled=False):
+        with functions_unseen(), torch.autocast(b.device.type, enabled=False):
             probes, totals = tap.read(tap.rule(tap, b, saved), totals=ctx.owned > 0)
             # Under autocast the framework rounds them, too.
             owned = [None if x is None else x.to(b.dtype) for x in totals[: ctx.owned]]
@@ -278,7 +279,7 @@ class Spread(torch.autograd.Function):
         tap = tap.in_backward(b)
         for reader in tap.readers:
             reader.note(b.dtype)
-        with torch._C.DisableTorchFunction():
+        with functions_unseen():
             total = b.sum_to_size(ctx.shape).to(ctx.dtype)
             with torch.autocast(b.device.type, enabled=False):
                 probes, _ = tap.read(tap.rule(tap, b, ()))

@@ -28,6 +28,7 @@ from inrun.layers.layout import Layout, tensors_in
 from inrun.layers.moves import Moves
 from inrun.layers.shares import rule_of_masks, rule_of_spread
 from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
+from inrun.torch_private import functions_unseen, storage_of
 
 #: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
 #: the call treated like any other.
@@ -120,7 +121,7 @@ class Tape(TorchFunctionMode):
         """Tap nothing for the time of the block."""
         before, self.active = self.active, False
         try:
-            with torch._C.DisableTorchFunction():
+            with functions_unseen():
                 yield
         finally:
             self.active = before
@@ -150,7 +151,7 @@ class Tape(TorchFunctionMode):
             else:
                 self.inputs.add(t)
                 if self._has_rows(t) and t.layout is torch.strided:
-                    self._strides[t.untyped_storage()._cdata] = self._stride(t)
+                    self._strides[storage_of(t)] = self._stride(t)
 
     # Functions
 
@@ -287,7 +288,7 @@ class Tape(TorchFunctionMode):
         tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
         # Of a function without a rule it is not known which dimension of an output has the samples.
         tap.reads_inputs = rule is not rule_of_masks and any(
-            self._has_rows(t) and (self._strides.get(t.untyped_storage()._cdata) == self._stride(t) or self._is_given(t))
+            self._has_rows(t) and (self._strides.get(storage_of(t)) == self._stride(t) or self._is_given(t))
             for t in given
             if id(t) not in self.sources
         )
