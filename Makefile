@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS := --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: demo test test-slow test-browser docs lint bench clean
+.PHONY: demo test test-slow test-all test-browser docs lint bench clean
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -21,11 +21,17 @@ demo: $(VENV)/core
 
 # Work is stolen from the end, so that tests of one file, which share jobs of several processes, stay with one worker. Three workers for
 # two cores: jobs of several processes wait for each other, and for those that were made to hang.
-test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not browser"
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
+test: $(VENV)/dev
+	$(PYTEST) -m "not slow and not browser"
+
+# What `make test` leaves out.
 test-slow: $(VENV)/dev
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m "slow and not browser"
+
+test-all: $(VENV)/dev
+	$(PYTEST) -m "not browser"
 
 # Report and explorer in Chromium, with axe-core; pictures go to docs/images. Needs npm, and: apt-get install chromium chromium-driver
 test-browser: $(VENV)/dev

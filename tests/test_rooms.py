@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -57,9 +58,14 @@ NO_TORCH = {"ledger", "analysis", "report", "notebook", "figures", "explorer"}
 SHARED = ("errors", "statistics", "files", "methods")
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -91,7 +97,7 @@ def test_nobody_imports_cli() -> None:
 
 def test_unsafe_calls_are_absent() -> None:
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), path
         assert not {"pickle", "requests", "urllib.request", "socket"} & imports_of(path), path

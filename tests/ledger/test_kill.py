@@ -15,6 +15,7 @@ import torch
 from inrun.ledger import Ledger
 from inrun.ledger.verify import verify
 from killable import EVERY, STEPS, train
+from long import LONG
 
 
 def run_in_fork(folder: Path, naive: bool, after: float | None) -> bool:
@@ -68,7 +69,7 @@ def unbroken(tmp_path_factory) -> tuple[Path, float]:
     return folder, time.monotonic() - began
 
 
-@pytest.mark.parametrize("kills", [8, *(pytest.param(kills, marks=pytest.mark.slow) for kills in (20, 200))])
+@pytest.mark.parametrize("kills", [4, pytest.param(200 if LONG else 20, marks=pytest.mark.slow)])
 def test_killed_runs_end_in_the_books_of_an_unbroken_one(tmp_path, unbroken, kills: int) -> None:
     folder, whole = unbroken
     assert kill_until_done(tmp_path, kills, whole, seed=kills) >= kills

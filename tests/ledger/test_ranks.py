@@ -150,7 +150,7 @@ class Job:
         return self.children[rank].exitcode != 0
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_leave_the_books_of_one_process(tmp_path, world: int, capfd) -> None:
     with Job(tmp_path / "job", world, 33) as job:
         job.finish()

@@ -197,9 +197,12 @@ def a_run(draw) -> tuple[list[StepRecord], list[SettledCredits], list[SettledCre
     return records, closing, open_, draw(st.sampled_from([{}, WHOLE]))
 
 
-@settings(max_examples=60, deadline=None)
-@given(a_run())
-def test_memory_is_the_twin_of_a_saved_ledger(found) -> None:
+@pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_memory_is_the_twin_of_a_saved_ledger(examples: int) -> None:
+    settings(max_examples=examples, deadline=None)(given(a_run())(check_twin))()
+
+
+def check_twin(found) -> None:
     records, closing, open_, about = found
     memory = MemoryLedger(about)
     for r in records:
