@@ -78,6 +78,8 @@ class RowProbe:
         self.samples, self.taps, self.probing = samples, taps, probing
         self.signs = False
         self.passes = 0
+        #: The sample of every entry of a tap's output that a seed has reached.
+        self.who: dict[Tap, Tensor | None] = {}
         #: What checkpoints draw when they are run again must be the same in all passes.
         self._random = torch.get_rng_state()
 
@@ -97,12 +99,11 @@ class RowProbe:
         disagree = False
         with self.probing():
             for self.signs in [True] if half else [False, True]:
-                for tap in self.taps:
-                    tap.who = None
+                self.who = {}
                 disagree = bool(seeds) and self._seed(seeds, from_outputs=True) is False
                 for tap in reversed(self.taps):  # losses without outputs, side outputs: begin at the last tap nothing reached
-                    if unread(tap) and self._seed([(tap.edge, tap.shape)]) is False:
-                        tap.who = torch.full(tuple(tap.shape), MIXED)
+                    if self._unread(tap) and self._seed([(tap.edge, tap.shape)]) is False:
+                        self.who[tap] = torch.full(tuple(tap.shape), MIXED)
                 found = {tap: self._classify(tap) for tap in self.taps}
                 if not disagree and not any(verdict in ("mixed", "unknown") for verdict in found.values()):
                     break  # else once more with signs, which survive half precision and odd functions in hooks
@@ -119,9 +120,10 @@ class RowProbe:
                     "Give one id per row, samples in the first dimension."
                 )
         for tap in self.taps:
-            if tap.moved is not None and tap.who is not None:
-                own = tap.moved.view(-1, *[1] * (tap.who.ndim - 1))
-                if not bool(((tap.who == own) | (tap.who == SILENT)).all()):
+            who = self.who.get(tap)
+            if tap.moved is not None and who is not None:
+                own = tap.moved.view(-1, *[1] * (who.ndim - 1))
+                if not bool(((who == own) | (who == SILENT)).all()):
                     raise RowOwnershipError(
                         f"{tap.name} reads rows of the batch that the model has mixed or put into another order, and its outputs "
                         "do not have them back in place. Scores would go to the wrong samples. Do this before the model is "
@@ -148,27 +150,33 @@ class RowProbe:
             for edge, shape in seeds:
                 who = next((w for name, _, w in self.samples.layouts(shape) if name == order), None)
                 if who is not None:
-                    maps.append((edge, shape, who.expand(tuple(shape))))
+                    maps.append((edge, shape, who))
             if not maps:
                 continue
-            asked = [t for t in self.taps if unread(t) or t.reads_inputs or bool((t.who >= 0).any())]  # type: ignore[operator,union-attr]
-            traced = self._trace([t.edge for t in asked], maps)
+            asked = [t for t in self.taps if self._unread(t) or t.reads_inputs or bool((self.who[t] >= 0).any())]  # type: ignore[operator,union-attr]
+            traced = self._trace(asked, maps)
             proven = from_outputs or any(
-                w is not None and bool((w != SILENT).any()) and (t.reads_inputs or not unread(t))
+                w is not None and bool((w != SILENT).any()) and (t.reads_inputs or not self._unread(t))
                 for t, w in zip(asked, traced, strict=True)
             )
             if proven and all(w is None or self._agrees(t, w) for t, w in zip(asked, traced, strict=True)):
                 for t, w in zip(asked, traced, strict=True):
-                    t.who = w if unread(t) else t.who
+                    if self._unread(t):
+                        self.who[t] = w
                 return True
         return False if proven else None
 
+    def _unread(self, tap: Tap) -> bool:
+        """Return whether nothing has reached a tap (activations of zero let nothing through either)."""
+        who = self.who.get(tap)
+        return who is None or bool((who == SILENT).all())
+
     def _agrees(self, tap: Tap, who: Tensor) -> bool:
         """Return whether a trace says of a tap what is known of it."""
-        if not unread(tap):
-            assert tap.who is not None
-            dims = max(who.ndim, tap.who.ndim)
-            old, new = (x.reshape(*x.shape, *[1] * (dims - x.ndim)) for x in (tap.who, who))
+        before = self.who.get(tap)
+        if before is not None and not self._unread(tap):
+            dims = max(who.ndim, before.ndim)
+            old, new = (x.reshape(*x.shape, *[1] * (dims - x.ndim)) for x in (before, who))
             return bool(((new == old) | (new == SILENT) | (old == SILENT)).all())
         if not tap.reads_inputs:
             return True
@@ -178,37 +186,63 @@ class RowProbe:
         own = first_of(own.expand(tuple(tap.shape)), who.ndim)
         return bool(((who == own) | (who == SILENT)).all())
 
-    def _trace(self, edges: list[Any], seeds: list[Any]) -> list[Tensor | None]:
+    def _trace(self, taps: list[Tap], seeds: list[Any]) -> list[Tensor | None]:
         """Return the sample whose seed reaches each entry; one digit per pass, a power of two or a sign."""
-        generator, digits, base = torch.Generator().manual_seed(7), [1], 2 if self.signs else 2 * HALF
-        random = [torch.randn(tuple(shape), generator=generator) for _, shape, _ in seeds]
+        digits, base = [1], 2 if self.signs else 2 * HALF
         while base * digits[-1] < self.samples.n:
             digits.append(base * digits[-1])
-        rounds = []
-        for digit in [None, *digits]:
-            gradients = []
-            for (edge, _, who), r in zip(seeds, random, strict=True):
-                code = torch.zeros_like(who) if digit is None else who.clamp_min(0) // digit % base
-                scale = 1.0 - 2.0 * code if base == 2 else torch.exp2((code - HALF * (digit is not None)).double())
-                meta = metadata_of(edge)
-                # Rounded to the precision of the graph first, so that scaling stays exact.
-                seed = r.to(meta.device, meta.dtype) * scale.to(meta.device, meta.dtype)
-                gradients.append(seed.masked_fill_((who < 0).to(meta.device), 0.0))
-            torch.set_rng_state(self._random)
-            rounds.append(torch.autograd.grad([e for e, _, _ in seeds], edges, gradients, retain_graph=True, allow_unused=True))
-            self.passes += 1
-        return [None if g[0] is None else self._decode(list(g), digits, base) for g in zip(*rounds, strict=True)]
+        passes = [self._backward(taps, seeds, digit, base, _fold) for digit in [None, *digits]]
+        found = [_ratios([x[t] for x in passes], digits, base, self.samples.n) if t in passes[0] else None for t in taps]
+        # Where a row is not one sample's, its entries are looked at one by one.
+        mixed = [t for t, w in zip(taps, found, strict=True) if w is not None and len(t.shape) > 1 and bool((w == MIXED).any())]
+        if not mixed:
+            return found
+        passes = [self._backward(mixed, seeds, digit, base, torch.clone) for digit in [None, *digits]]
+        again = {t: _ratios([x[t] for x in passes], digits, base, self.samples.n) for t in mixed}
+        return [again.get(t, w) for t, w in zip(taps, found, strict=True)]
 
-    def _decode(self, full: list[Tensor], digits: list[int], base: int) -> Tensor:
-        """Return the sample of every row from the ratios; of every entry where a row is not one sample's."""
-        who = _ratios([_fold(g) for g in full], digits, base, self.samples.n)
-        return _ratios(full, digits, base, self.samples.n) if full[0].ndim > 1 and bool((who == MIXED).any()) else who
+    def _backward(
+        self, taps: list[Tap], seeds: list[Any], digit: int | None, base: int, keep: Callable[[Tensor], Tensor]
+    ) -> dict[Tap, Tensor]:
+        """Take seeds, scaled by a digit of their sample, backwards; return what is kept of the gradients that arrive at taps."""
+        generator, gradients, arrived = torch.Generator().manual_seed(7), [], dict[Tap, Tensor]()
+        for edge, shape, who in seeds:
+            code = who.clamp_min(0) // (digit or 1) % base
+            exponent = code.double() - HALF if digit is not None else torch.zeros_like(code, dtype=torch.float64)
+            scale = 1.0 - 2.0 * code * (digit is not None) if base == 2 else torch.exp2(exponent)
+            meta = metadata_of(edge)
+            # Rounded to the precision of the graph first, so that scaling stays exact.
+            seed = torch.randn(tuple(shape), generator=generator).to(meta.device, meta.dtype)
+            gradients.append(seed.mul_(scale.to(meta.device, meta.dtype)).masked_fill_((who < 0).to(meta.device), 0.0))
+
+        def watch(tap: Tap) -> Any:
+            def arrive(given: tuple[Tensor | None, ...]) -> None:
+                g = given[tap.edge.output_nr]  # type: ignore[union-attr]
+                if g is not None:
+                    arrived[tap] = keep(g)
+
+            return tap.edge.node.register_prehook(arrive)  # type: ignore[union-attr]
+
+        # What is kept is taken where gradients arrive: all of them at once would be as large as all activations.
+        watched = [t for t in taps if t.probes()]
+        handles, others = [watch(t) for t in watched], [t for t in taps if not t.probes()]
+        probes = dict.fromkeys(p for t in watched for p in t.probes())
+        ends: list[Any] = [torch.autograd.graph.get_gradient_edge(p) for p in probes] + [t.edge for t in others]
+        torch.set_rng_state(self._random)
+        try:
+            found = torch.autograd.grad([e for e, _, _ in seeds], ends, gradients, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        arrived |= {t: keep(g) for t, g in zip(others, found[len(probes) :], strict=True) if g is not None}
+        self.passes += 1
+        return arrived
 
     # Verdicts
 
     def _classify(self, tap: Tap) -> str:
         """Name the layout of a tap, and set it."""
-        who = tap.who
+        who = self.who.get(tap)
         if who is None or not bool((who != SILENT).any()):
             # Where a trace arrived without gradient there is nothing to score: the first layout that fits will do. Where none did,
             # nothing that is known confirms a layout, and it is an error if gradient arrives.
@@ -273,8 +307,3 @@ def first_of(x: Tensor, dims: int) -> Tensor:
     while x.dim() > dims:
         x = x.select(-1, 0)
     return x
-
-
-def unread(tap: Tap) -> bool:
-    """Return whether nothing has reached a tap (activations of zero let nothing through either)."""
-    return tap.who is None or bool((tap.who == SILENT).all())
