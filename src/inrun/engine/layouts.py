@@ -86,7 +86,7 @@ class Layouts:
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.tape.active:
             self._check_sizes(args, kwargs)
-            self.tape.take_inputs((args, kwargs))
+            self.tape.tensors.take_inputs((args, kwargs))
 
     def _check_sizes(self, args: Any, kwargs: Any) -> None:
         """Raise where nothing that the model is given can have a row per id."""
@@ -118,7 +118,7 @@ class Layouts:
         name, shapes = self._names.get(tap.key, ("", set()))
         if tap.key in self._dead and not self.fresh:
             return UNREAD
-        if (self.fresh and not again) or not name or self.tape.moves.chosen:
+        if (self.fresh and not again) or not name or self.tape.tensors.moves.chosen:
             return None
         shape = (self.samples.n, tuple(tap.shape))
         if shape not in shapes and len(shapes) < SEEN:

@@ -74,10 +74,10 @@ class ShardedModel:
             if whole is None:
                 continue
             if leaf is None:
-                self.tape.constants.add(id(whole))
+                self.tape.tensors.constants.add(id(whole))
             else:
                 leaf.tensor = whole
-                self.tape.sources[id(whole)] = Source(whole, (leaf,))
+                self.tape.tensors.sources[id(whole)] = Source(whole, (leaf,))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         """Gather the directions of a module when its backward begins."""

@@ -66,7 +66,7 @@ class Microbatch:
         self._open = False
         run = self.step.run
         run.tape.__exit__(None, None, None)
-        taps = [*run.tape.taps, *run.tape.recomputed]
+        taps = [*run.tape.taps.every, *run.tape.taps.recomputed]
         try:
             if not failed and run.tape.failed is not None:
                 raise run.tape.failed
@@ -200,7 +200,7 @@ class Step:
         run, processes = self.run, self.run.parameters.processes
         some = run.parameters.of(index)
         with processes.barrier(f"optimizer.step() ({index})", self.number) as meeting:
-            if run.tape.recomputing:
+            if run.tape.taps.recomputing:
                 raise StepError("optimizer.step() was called inside the backward. Call it after the backward.")
             self._close_microbatch()
             if self.skipped is Skip.DROPPED:

@@ -23,23 +23,24 @@ _run_backward = opened(torch.autograd.backward)
 @contextlib.contextmanager
 def differentiating(tape: Tape) -> Iterator[None]:
     """Read the layouts of what was called since the last backward. In the block, functions are those of recomputations."""
-    before, tape.recomputing = tape.recomputing, True
+    taps = tape.taps
+    before, taps.recomputing = taps.recomputing, True
     try:
         try:
             with tape:
                 if not tape.blind:
-                    tape.layouts.find(tape.new_taps)
+                    tape.layouts.find(taps.new)
         except InrunError as error:
             if not tape.defers:
                 raise
             tape.failed = error
-            for tap in tape.taps:
+            for tap in taps.every:
                 tap.layout = Layout("all", 1)
-        tape.new_taps = []
+        taps.new = []
         with tape:
             yield
     finally:
-        tape.recomputing = before
+        taps.recomputing = before
 
 
 def run_backward(tape: Tape, func: Any, args: Any, kwargs: Any) -> None:

@@ -133,8 +133,8 @@ def rule_of_convolution(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[
 
 
 def _tap(tape: Tape, func: Any, transposed: bool, x: Tensor, weight: Tensor, bias: Tensor | None, given: dict[str, Any]) -> Any:
-    of_weight, of_bias = tape.source(weight), tape.source(bias)
-    if tape.source(x) or not isinstance(x, Tensor) or not tape.is_data(x) or x.dim() != weight.dim():
+    of_weight, of_bias = tape.tensors.source(weight), tape.tensors.source(bias)
+    if tape.tensors.source(x) or not isinstance(x, Tensor) or not tape.tensors.is_data(x) or x.dim() != weight.dim():
         return NotImplemented
     wanted = (of_weight is not None and of_weight.scored, of_bias is not None and of_bias.scored)
     targets = [s for s, w in ((of_weight, wanted[0]), (of_bias, wanted[1])) if s is not None and w]

@@ -34,7 +34,7 @@ def tap_embedding(tape: Tape, met: bool, func: Any, *args: Any, **kwargs: Any) -
         | kwargs
     )
     tokens, weight, padding = named["input"], named["weight"], named.get("padding_idx")
-    source = tape.source(weight)
+    source = tape.tensors.source(weight)
     if source is None or not met:
         return NotImplemented
     used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if named.get(name)]

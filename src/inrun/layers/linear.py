@@ -32,8 +32,9 @@ def rule_of_linear(tap: Tap, b: Tensor, saved: tuple[Tensor, ...]) -> list[PerSa
 @rule_for(F.linear)
 def tap_linear(tape: Tape, met: bool, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Tap ``F.linear`` on data."""
-    of_weight, of_bias = tape.source(weight), tape.source(bias)
-    if not met or tape.source(x) or not isinstance(x, Tensor) or not tape.is_data(x) or weight.dim() != 2 or x.dim() < 2:
+    known = tape.tensors
+    of_weight, of_bias = known.source(weight), known.source(bias)
+    if not met or known.source(x) or not isinstance(x, Tensor) or not known.is_data(x) or weight.dim() != 2 or x.dim() < 2:
         return NotImplemented
     wanted = (of_weight is not None and of_weight.scored, of_bias is not None and of_bias.scored)
     targets = [s for s, w in ((of_weight, wanted[0]), (of_bias, wanted[1])) if s is not None and w]
@@ -61,13 +62,14 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm
 @rule_for(*_PRODUCTS)
 def tap_product(tape: Tape, met: bool, func: Any, x: Tensor, other: Tensor, **rest: Any) -> Any:
     """Tap ``x @ W`` for a matrix W."""
-    source: Source | None = tape.source(other)
+    known = tape.tensors
+    source: Source | None = known.source(other)
     if (
         not met
         or rest
         or source is None
-        or not tape.is_data(x)
-        or tape.source(x)
+        or not known.is_data(x)
+        or known.source(x)
         or other.dim() != 2
         or x.dim() < 2
         or not source.scored
@@ -81,8 +83,9 @@ def tap_product(tape: Tape, met: bool, func: Any, x: Tensor, other: Tensor, **re
 @rule_for(torch.addmm, Tensor.addmm)
 def tap_addmm(tape: Tape, met: bool, func: Any, bias: Tensor, x: Tensor, weight: Tensor, **rest: Any) -> Any:
     """Tap ``torch.addmm(bias, x, W)``, the linear layer of GPT-2."""
-    of_bias, of_weight = tape.source(bias), tape.source(weight)
-    if not met or rest or of_bias is None or of_weight is None or not tape.is_data(x) or tape.source(x) or bias.dim() != 1:
+    known = tape.tensors
+    of_bias, of_weight = known.source(bias), known.source(weight)
+    if not met or rest or of_bias is None or of_weight is None or not known.is_data(x) or known.source(x) or bias.dim() != 1:
         return NotImplemented
     if not (of_bias.scored and of_weight.scored):
         return NotImplemented

@@ -16,7 +16,7 @@ from inrun.layers.layout import tensors_in
 from inrun.torch_private import pack_padded_sequence
 
 if TYPE_CHECKING:
-    from inrun.layers.tape import Tape
+    from inrun.layers.tensors import Tensors
 
 _GETITEM = {Tensor.__getitem__}
 _SELECT = {torch.index_select, Tensor.index_select}
@@ -44,31 +44,31 @@ class Moves:
         found = self._rows.get(id(t))
         return None if found is None else found[1]
 
-    def see(self, tape: Tape, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def see(self, known: Tensors, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note what a function did to the rows."""
         moves = func in _GETITEM or func in _SELECT or func in _ALONG or func in _MASKED
         if not moves and not self._rows:
             return
         index = _index(func, args, kwargs) if moves else None
-        if func in _MASKED or (isinstance(index, Tensor) and tape.is_data(index)):
+        if func in _MASKED or (isinstance(index, Tensor) and known.is_data(index)):
             self.chosen = True
-        if not tape.follows or not isinstance(out, Tensor) or out.requires_grad or out.dim() == 0:
+        if not known.follows or not isinstance(out, Tensor) or out.requires_grad or out.dim() == 0:
             return
-        rows = self._moved(tape, func, args, kwargs, index) if moves else self._combined(tape, args, kwargs, out)
+        rows = self._moved(known, func, args, kwargs, index) if moves else self._combined(known, args, kwargs, out)
         if rows is not None and len(rows) == len(out):
             key, every = id(out), self._rows
             every[key] = (weakref.ref(out, lambda _: every.pop(key, None)), rows)
 
-    def _samples(self, tape: Tape, t: Tensor) -> Tensor | None:
+    def _samples(self, known: Tensors, t: Tensor) -> Tensor | None:
         """Return the sample of every row of data; None if it has no row per sample."""
         rows = self.of(t)
-        if rows is None and t.dim() > 0 and len(t) > 0 and len(t) % tape.n == 0 and tape.is_data(t):
-            rows = torch.arange(len(t)) // (len(t) // tape.n)
+        if rows is None and t.dim() > 0 and len(t) > 0 and len(t) % known.n == 0 and known.is_data(t):
+            rows = torch.arange(len(t)) // (len(t) // known.n)
         return rows
 
-    def _moved(self, tape: Tape, func: Any, args: Any, kwargs: Any, index: Any) -> Tensor | None:
+    def _moved(self, known: Tensors, func: Any, args: Any, kwargs: Any, index: Any) -> Tensor | None:
         x = args[0]
-        rows = self._samples(tape, x) if isinstance(x, Tensor) else None
+        rows = self._samples(known, x) if isinstance(x, Tensor) else None
         if rows is None or func in _MASKED:
             return None
         if func in _ALONG:
@@ -86,14 +86,14 @@ class Moves:
             found = rows.view(-1, *[1] * (index.dim() - 1)).expand(index.shape)[index]
         else:
             found = rows[index].flatten() if index.dim() == 1 else rows[:0]
-        return None if self.of(x) is None and _in_order(found, tape.n) else found
+        return None if self.of(x) is None and _in_order(found, known.n) else found
 
-    def _combined(self, tape: Tape, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+    def _combined(self, known: Tensors, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
         """Return the samples of what is made of several tensors: those of all of them, or a mixture."""
         given = [t for t in tensors_in((args, kwargs)) if t.dim() > 0 and len(t) == len(out)]
         if not any(self.of(t) is not None for t in given):
             return None
-        found = [rows for t in given if not t.requires_grad and (rows := self._samples(tape, t)) is not None]
+        found = [rows for t in given if not t.requires_grad and (rows := self._samples(known, t)) is not None]
         rows = found[0]
         for more in found[1:]:
             rows = torch.where(rows == more, rows, MIXED)

@@ -18,7 +18,7 @@ from inrun.layers.tape import Tape, rule_for
 
 def _targets(tape: Tape, *parameters: Tensor | None) -> tuple[list[Source], tuple[bool, ...]]:
     """Return the scored sources among scale and shift, and which they are."""
-    sources = [tape.source(p) for p in parameters]
+    sources = [tape.tensors.source(p) for p in parameters]
     wanted = tuple(s is not None and s.scored for s in sources)
     return [s for s, w in zip(sources, wanted, strict=True) if s is not None and w], wanted
 
@@ -49,7 +49,7 @@ def tap_layer_norm(
     *rest: Any,
 ) -> Any:
     """Tap ``F.layer_norm``."""
-    if not met or tape.source(x):
+    if not met or tape.tensors.source(x):
         return NotImplemented
     targets, wanted = _targets(tape, weight, bias)
     out = func(x, shape, weight, bias, eps)
@@ -62,7 +62,7 @@ def tap_rms_norm(
     tape: Tape, met: bool, func: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
     """Tap ``F.rms_norm``."""
-    if not met or tape.source(x):
+    if not met or tape.tensors.source(x):
         return NotImplemented
     targets, wanted = _targets(tape, weight)
     constants = (lambda z: F.rms_norm(z, shape, eps=eps), wanted, len(shape))
@@ -98,7 +98,7 @@ def tap_group_norm(
     *rest: Any,
 ) -> Any:
     """Tap ``F.group_norm``."""
-    if not met or tape.source(x):
+    if not met or tape.tensors.source(x):
         return NotImplemented
     targets, wanted = _targets(tape, weight, bias)
     constants = (lambda z: F.group_norm(z, groups, eps=eps), wanted)
@@ -121,7 +121,7 @@ def tap_batch_norm(
     *rest: Any,
 ) -> Any:
     """Tap ``F.batch_norm``. In training mode a sample's share is what flows through its rows."""
-    if not met or tape.source(x) or func is torch.batch_norm:
+    if not met or tape.tensors.source(x) or func is torch.batch_norm:
         return NotImplemented
     targets, wanted = _targets(tape, weight, bias)
     mean, var = (None, None) if training else (running_mean, running_var)
@@ -147,7 +147,7 @@ def tap_instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Tap ``F.instance_norm``."""
-    if not met or tape.source(x):
+    if not met or tape.tensors.source(x):
         return NotImplemented
     targets, wanted = _targets(tape, weight, bias)
     mean, var = (None, None) if use_input_stats else (running_mean, running_var)

@@ -112,7 +112,7 @@ Rule = Callable[["Tap", Tensor, "tuple[Tensor, ...]"], "Sequence[PerSample | Non
 class Tap:
     """One place of one forward where parameters meet data."""
 
-    function: str
+    #: The function's name, the parameters, and how often they met before.
     key: tuple[Any, ...]
     rule: Rule
     targets: list[Source]
@@ -127,11 +127,14 @@ class Tap:
     layout: Layout | None = None
     #: The sample of every row of its input, where the model moved them before.
     moved: Tensor | None = None
-    #: The sample of every entry as the row probe saw it (``rows.py``).
-    who: Tensor | None = None
     #: Where rows of tables leave, by the place of the table (made by its reader).
     rows: dict[int, Any] = field(default_factory=dict)
     fired: bool = False
+
+    @property
+    def function(self) -> str:
+        """Return the function's name."""
+        return str(self.key[0])
 
     @property
     def name(self) -> str:

@@ -23,12 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from inrun.errors import InrunError
 from inrun.layers.backward import BACKWARD, differentiate, run_backward
-from inrun.layers.calls import Known, bound, custom_leaves, is_shared, run_eagerly
+from inrun.layers.calls import bound, custom_leaves, run_eagerly
 from inrun.layers.layout import Layout, tensors_in
-from inrun.layers.moves import Moves
 from inrun.layers.shares import rule_of_masks, rule_of_spread
 from inrun.layers.tap import Leaf, Observe, Rule, Source, Spread, Tap
-from inrun.torch_private import functions_unseen, storage_of
+from inrun.layers.taps import Taps
+from inrun.layers.tensors import Tensors
+from inrun.torch_private import functions_unseen
 
 #: Rules by function: called with the tape and the function's arguments, they return its output, or NotImplemented to have
 #: the call treated like any other.
@@ -38,9 +39,6 @@ POINTWISE: set[Any] = set()
 
 #: The kind of functions that read and set attributes of tensors.
 _ATTRIBUTE = type(getattr(Tensor.grad, "__set__"))  # noqa: B009
-
-#: Functions that take only precision, place or shape of their second tensor.
-LIKE = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 
 #: Functions whose training mode mixes the samples on purpose: a score is what flows through a sample's own rows.
 STATISTICS = {F.batch_norm}
@@ -59,62 +57,41 @@ def rule_for(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
 class Tape(TorchFunctionMode):
     """Taps one microbatch at a time, between :meth:`begin` and :meth:`end`."""
 
+    #: Tests set it, which hold rules that compute gradients against a reference in double precision.
+    own_in_double = False
+
     def __init__(self, model: nn.Module, leaves: Iterable[Leaf], bitwise: bool = False) -> None:
         super().__init__()
         self.model, self.bitwise = model, bitwise
-        #: For tests, which hold such rules against a reference in double precision.
-        self.own_in_double = False
         self.leaves = list(leaves)
-        self.sources: dict[int, Source] = {}
-        self.constants: set[int] = set()
-        self.inputs, self.made = Known(), Known()
-        self.taps: list[Tap] = []
-        #: Those of functions that were called since the last backward.
-        self.new_taps: list[Tap] = []
-        self.n = 0
+        self.tensors, self.taps = Tensors(0, (), False), Taps()
+        #: Finds the layouts of taps that are not known when a backward begins, and knows those of earlier steps.
+        self.layouts: Any = None
+        self.active = False
+        #: A backward runs to read layouts: taps only pass gradients on.
         self.probing = False
         #: ``torch.autograd.grad`` runs, whose gradients nobody is paid for.
         self.silent = False
-        self.active = False
-        #: A backward runs: functions that are called now were called before, and are called again by checkpointing.
-        self.recomputing = False
-        self.recomputed: list[Tap] = []
-        #: Finds the layouts of taps that are not known when a backward begins, and knows those of earlier steps.
-        self.layouts: Any = None
         #: Whether an error of the row check waits until the step ends, since other processes wait for this one's backward; and it.
         self.defers = False
         self.failed: InrunError | None = None
-        self._counts: dict[Any, int] = {}
-        self._recounts: dict[Any, int] = {}
-        #: The strides between samples in the model's inputs, by storage.
-        self._strides: dict[int, tuple[int, ...]] = {}
         self._stance: AbstractContextManager[Any] | None = None
-        self.moves = Moves()
 
     @property
     def blind(self) -> bool:
         """Whether taps read nothing: there is no sample, the rows could not be told, or nothing is trained."""
-        return self.n == 0 or self.failed is not None
-
-    @property
-    def follows(self) -> bool:
-        """Whether rows are read anew, and what the model does to its inputs before is followed."""
-        return bool(self.layouts.fresh)
+        return self.tensors.n == 0 or self.failed is not None
 
     # A microbatch
 
     def begin(self, n: int) -> None:
         """Begin a microbatch of n samples. Compiled code calls no torch functions, so it runs eagerly until :meth:`end`."""
         self._stance = run_eagerly()
-        self.n, self.active, self.failed = n, True, None
-        self.taps, self.new_taps, self.recomputed, self._counts, self._recounts, self._strides = [], [], [], {}, {}, {}
-        leaves = [leaf for leaf in self.leaves if leaf.tensor.requires_grad]  # others are frozen for a while
-        self.sources = {id(leaf.tensor): Source(leaf.tensor, (leaf,)) for leaf in leaves}
-        frozen = [p for p in self.model.parameters() if not p.requires_grad]
-        self.constants = {id(t) for t in (*frozen, *self.model.buffers())}
-        self.inputs.clear()
-        self.made.clear()
-        self.moves.clear()
+        self.active, self.failed = True, None
+        documents = self.layouts.samples.documents
+        self.tensors = Tensors(n, (n,) if documents is None else tuple(documents.shape), bool(self.layouts.fresh))
+        self.tensors.begin(self.model, self.leaves)
+        self.taps.clear()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -128,30 +105,11 @@ class Tape(TorchFunctionMode):
 
     def end(self) -> None:
         """Let go of everything that the microbatch made."""
-        for tap in (*self.taps, *self.recomputed):
-            tap.edge = None  # else tap and node would keep each other alive, unseen by the garbage collector
-        self.taps, self.new_taps, self.recomputed, self.sources, self.active = [], [], [], {}, False
-        self.inputs.clear()
-        self.made.clear()
-        self.moves.clear()
+        self.taps.clear()
+        self.tensors, self.active = Tensors(0, (), False), False
         if self._stance is not None:
             self._stance.__exit__(None, None, None)
             self._stance = None
-
-    def take_inputs(self, values: Any) -> None:
-        """Note tensors that are given to the model: row i of a batch is sample i, wherever it came from."""
-        self.moves.clear()
-        given, packed = list(tensors_in(values)), self.layouts.samples.documents is not None
-        lengths = {t.shape[1] for t in given if t.dim() > 1 and len(t) == self.n}
-        for t in given:
-            if id(t) in self.constants:
-                continue
-            if not packed and self.n > 1 and not t.is_floating_point() and is_shared(t, self.n, lengths):
-                self.made.add(t)
-            else:
-                self.inputs.add(t)
-                if self._has_rows(t) and t.layout is torch.strided:
-                    self._strides[storage_of(t)] = self._stride(t)
 
     # Functions
 
@@ -162,68 +120,25 @@ class Tape(TorchFunctionMode):
             return run_backward(self, func, args, kwargs)
         if func is torch.autograd.grad:
             return differentiate(self, args, kwargs)
-        if not torch.is_grad_enabled() or self.n == 0 or (type(func) is _ATTRIBUTE and func.__name__ == "__set__"):
+        tensors = self.tensors
+        if not torch.is_grad_enabled() or tensors.n == 0 or (type(func) is _ATTRIBUTE and func.__name__ == "__set__"):
             return func(*args, **kwargs)
         for t in (*args, *kwargs.values()):
-            leaves = custom_leaves(t, self.sources, self.is_data) if isinstance(t, Tensor) else ()
+            leaves = custom_leaves(t, tensors.sources, tensors.is_data) if isinstance(t, Tensor) else ()
             if leaves:
-                self.derive(t, leaves)
-        if self._meets_source(args, kwargs) and any(self.source(t) for t in tensors_in((args, kwargs))):
+                tensors.derive(t, leaves)
+        if tensors.meets_source(args, kwargs) and any(tensors.source(t) for t in tensors_in((args, kwargs))):
             return self._tapped(func, args, kwargs)
         out = self._untapped(func, args, kwargs)
-        if isinstance(out, Tensor) and not out.requires_grad:
-            (self.inputs if self._depends(func, args, kwargs) else self.made).add(out)
-        elif isinstance(out, (tuple, list)):
-            for t in out:
-                if isinstance(t, Tensor) and not t.requires_grad:
-                    (self.inputs if self._depends(func, args, kwargs) else self.made).add(t)
+        tensors.note(func, args, kwargs, out)
         return out
 
     def _untapped(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if func in STATISTICS:
             self.pass_rows(out)
-        self.moves.see(self, func, args, kwargs, out)
+        self.tensors.moves.see(self.tensors, func, args, kwargs, out)
         return out
-
-    def _meets_source(self, args: Any, kwargs: Any) -> bool:
-        sources = self.sources
-        for a in args:
-            if id(a) in sources:
-                return True
-            if type(a) in (list, tuple) and any(id(x) in sources for x in a):
-                return True
-        return bool(kwargs) and any(id(t) in sources for t in tensors_in(kwargs))
-
-    def _depends(self, func: Any, args: Any, kwargs: Any) -> bool:
-        given = args[:1] if func in LIKE else (args, kwargs)
-        return any(self.is_data(t) for t in tensors_in(given))
-
-    def is_data(self, t: Tensor) -> bool:
-        """Whether a tensor that is no source depends on the samples."""
-        if t.requires_grad:
-            return id(t) not in self.sources
-        if t in self.inputs:
-            return True
-        if t in self.made or id(t) in self.constants or id(t) in self.sources:
-            return False
-        return t.dim() > 0 and self.n in t.shape[:2]  # made before the step: data, if it has a row per sample
-
-    def _has_rows(self, t: Tensor) -> bool:
-        """Whether a tensor may have the samples first: its rows, or the positions of packed documents."""
-        documents = self.layouts.samples.documents
-        lead = (self.n,) if documents is None else tuple(documents.shape)
-        return tuple(t.shape[: len(lead)]) == lead
-
-    def _stride(self, t: Tensor) -> tuple[int, ...]:
-        """Return how the samples lie in memory."""
-        lead = 1 if self.layouts.samples.documents is None else 2
-        return tuple(step for step, size in zip(t.stride()[:lead], t.shape, strict=False) if size > 1)
-
-    def _is_given(self, t: Tensor) -> bool:
-        """Whether data with a row per sample was made before the step, by the loop, and lies as it was made."""
-        seen = t.requires_grad or t in self.inputs or t in self.made or id(t) in self.constants
-        return not seen and t.is_contiguous()
 
     def owns(self, weight: Tensor) -> bool:
         """Whether a rule may compute a weight gradient itself, from the per-sample gradients that it forms anyway.
@@ -232,19 +147,14 @@ class Tape(TorchFunctionMode):
         """
         if self.bitwise:
             return False
-        source = self.sources.get(id(weight))
+        source = self.tensors.sources.get(id(weight))
         tensors = [weight] if source is None else [weight, *(leaf.tensor for leaf in source.leaves)]
         return self.own_in_double or all(t.dtype != torch.float64 for t in tensors)
 
-    def source(self, t: Any) -> Source | None:
-        """Return the source that a tensor is, if any; a parameter that is frozen for a while is none."""
-        source = self.sources.get(id(t))
-        return source if source is not None and source.tensor.requires_grad else None
-
     def _tapped(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = list(tensors_in((args, kwargs)))
-        found = [s for t in given if (s := self.source(t)) is not None]
-        met = any(id(t) not in self.sources and self.is_data(t) for t in given)
+        found = [s for t in given if (s := self.tensors.source(t)) is not None]
+        met = any(id(t) not in self.tensors.sources and self.tensors.is_data(t) for t in given)
         leaves = tuple(dict.fromkeys(leaf for s in found for leaf in s.leaves))
         if not any(leaf.reader for leaf in leaves):
             return self._untapped(func, args, kwargs) if met else self._call_derived(func, args, kwargs, leaves)
@@ -263,17 +173,8 @@ class Tape(TorchFunctionMode):
     def _call_derived(self, func: Any, args: Any, kwargs: Any, leaves: tuple[Leaf, ...]) -> Any:
         out = func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__setitem__":
-            self.derive(args[0], leaves)
-        return self.derive(out, leaves)
-
-    def derive(self, out: Any, leaves: tuple[Leaf, ...]) -> Any:
-        """Note tensors that are made of parameters and constants; return them."""
-        for t in tensors_in(out):
-            if t.requires_grad and id(t) not in self.sources:
-                self.sources[id(t)] = Source(t, leaves)
-            elif not t.requires_grad and t not in self.inputs:
-                self.made.add(t)
-        return out
+            self.tensors.derive(args[0], leaves)
+        return self.tensors.derive(out, leaves)
 
     # Taps
 
@@ -281,24 +182,13 @@ class Tape(TorchFunctionMode):
         self, func: Any, rule: Rule, targets: list[Source], given: Iterable[Tensor], shape: torch.Size, constants: Any = None
     ) -> Tap:
         """Make a tap; its layout is the one known from earlier steps, if any."""
-        name = getattr(func, "__name__", str(func)).strip("_")
-        place = (name, *(leaf.index for s in targets for leaf in s.leaves))
-        counts = self._recounts if self.recomputing else self._counts
-        count = counts[place] = counts.get(place, -1) + 1
-        tap = Tap(name, (*place, count), rule, targets, self, constants, shape)
+        tap = Tap(self.taps.key(func, targets), rule, targets, self, constants, shape)
         # Of a function without a rule it is not known which dimension of an output has the samples.
-        tap.reads_inputs = rule is not rule_of_masks and any(
-            self._has_rows(t) and (self._strides.get(storage_of(t)) == self._stride(t) or self._is_given(t))
-            for t in given
-            if id(t) not in self.sources
-        )
-        tap.moved = next((r for t in given if (r := self.moves.of(t)) is not None and shape[:1] == r.shape), None)
-        tap.layout = self.layouts.known(tap, self.recomputing) if not self.blind else Layout("all", 1)
-        if self.recomputing:
-            self.recomputed.append(tap)
-        else:
-            self.taps.append(tap)
-            self.new_taps.append(tap)
+        tap.reads_inputs = rule is not rule_of_masks and self.tensors.reads_inputs(given)
+        moves = self.tensors.moves
+        tap.moved = next((r for t in given if (r := moves.of(t)) is not None and shape[:1] == r.shape), None)
+        tap.layout = self.layouts.known(tap, self.taps.recomputing) if not self.blind else Layout("all", 1)
+        self.taps.add(tap)
         return tap
 
     def observe(
@@ -342,17 +232,17 @@ class Tape(TorchFunctionMode):
         wide = [t for t in given if t.dim() > 0]
         if not wide:
             return func(*args, **kwargs)  # a penalty joins the loss: no sample has a row here, which audits see
-        if any(t.dim() == 0 and t.dtype != wide[0].dtype for t in given if self.source(t)):
+        if any(t.dim() == 0 and t.dtype != wide[0].dtype for t in given if self.tensors.source(t)):
             return self.generic(func, args, kwargs)  # a number of its own precision would become a tensor of it
         dtype = wide[0].dtype
         for t in wide:
             dtype = torch.promote_types(dtype, t.dtype)
 
-        made = self.recomputed if self.recomputing else self.taps
+        made = self.taps.latest
         count = len(made)
 
         def swapped(t: Any) -> Any:
-            s = self.source(t) if isinstance(t, Tensor) else None
+            s = self.tensors.source(t) if isinstance(t, Tensor) else None
             return t if s is None or not s.scored else self.spread(func, s, shape, given, dtype)
 
         out = func(*[swapped(a) for a in args], **{k: swapped(v) for k, v in kwargs.items()})
@@ -376,7 +266,7 @@ class Tape(TorchFunctionMode):
             if isinstance(value, (list, tuple)):
                 parts = [alias(v) for v in value]
                 return type(value)(parts) if type(value) in (list, tuple) else value
-            s = self.source(value) if isinstance(value, Tensor) else None
+            s = self.tensors.source(value) if isinstance(value, Tensor) else None
             if s is None or not s.scored:
                 return value
             other = value.view_as(value)
@@ -389,7 +279,7 @@ class Tape(TorchFunctionMode):
         def tapped(value: Any) -> Any:
             if isinstance(value, Tensor):
                 if not value.requires_grad:
-                    self.inputs.add(value)
+                    self.tensors.inputs.add(value)
                     return value
                 return self.observe(func, value, rule_of_masks, targets, given, constants=(get_gradient_edge(value), edges))
             if type(value) in (list, tuple):
