@@ -11,8 +11,10 @@ from torch import Tensor
 
 from inrun.engine.carried import Carried, merged
 from inrun.engine.checks import check_memory
-from inrun.engine.parameters import Parameters
+from inrun.engine.parameters import Parameters, Scored
+from inrun.engine.reading import Reading, correct, joined
 from inrun.engine.ring import Entering, contract
+from inrun.engine.rounding import Noise
 from inrun.engine.scorer import finite
 from inrun.engine.sketch import SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients
@@ -44,6 +46,15 @@ class ScoredStep:
     #: The direction that pays, and what it pays the step's own rows, ``[n, k]``.
     sketched: SketchedDirection | None = None
     own: Tensor | None = None
+
+    def take_gradients(self, sketcher: Sketcher, parameters: Parameters, kept: Sequence[Scored]) -> None:
+        """Copy the gradients of an optimizer's small tensors as they are now."""
+        if not kept:
+            return
+        here = self.now[sketcher.kept_columns(kept[0].place).start : sketcher.kept_columns(kept[-1].place).stop]
+        torch.cat([_entries(s, sketcher, parameters) for s in kept], out=here)
+        if parameters.shards is not None:
+            parameters.processes.all_reduce_("gradients of small tensors", [here])
 
     def scale(self, sketcher: Sketcher, parameters: Parameters, mover: Mover, clips: dict[int, Tensor], own_step: bool) -> None:
         """Multiply rows by the factor of their gradients; take out what is only rounding, and what is not finite."""
@@ -163,3 +174,31 @@ class ScoredStep:
                     found[first : first + len(numbers)] += contract(numbers, values, d.tables[i])
             total[:, i] = abs(memory.own) * found.abs().sum(0, dtype=torch.float64)
         return total
+
+
+def enter(
+    sketcher: Sketcher, parameters: Parameters, noise: Noise, known: SketchedDirection | None, readings: Sequence[Reading]
+) -> ScoredStep:
+    """Begin with what the backwards left; entries whose gradient is only rounding are nobody's."""
+    entering = joined(sketcher, readings)
+    if known is not None:
+        correct(sketcher, entering, readings, known.flat, known.tables)
+    now = torch.zeros(sketcher.size - sketcher.cut, dtype=sketcher.dtype, device=sketcher.device)
+    noise.measure(sketcher, entering.rows, readings, parameters)
+    for i in noise.tensors:
+        entering.rows[:, sketcher.columns[i]] = 0.0
+    entries = entering.rows[:, sketcher.cut :]
+    total = parameters.processes.all_reduced("sums of gradients", entries.sum(0))
+    cancelled = noise.covers(total)
+    if cancelled is not None:
+        entries.masked_fill_(cancelled, 0.0)
+        total.masked_fill_(cancelled, 0.0)
+    return ScoredStep(entering, now, total, cancelled)
+
+
+def _entries(s: Scored, sketcher: Sketcher, parameters: Parameters) -> Tensor:
+    """Return a gradient's entries as far as they are here, and zeros elsewhere."""
+    if s.grad is None:
+        return torch.zeros((), dtype=sketcher.dtype, device=sketcher.device).expand(s.parameter.numel())
+    shards = parameters.shards
+    return (s.grad if shards is None else shards.embed(s.place, s.grad.unsqueeze(0))).reshape(-1).to(sketcher.dtype)

@@ -16,11 +16,11 @@ from inrun.engine.accounts import account_for_pushes, account_for_step
 from inrun.engine.carried import Carried
 from inrun.engine.checks import check_entries, check_products, nothing
 from inrun.engine.options import audit_due
-from inrun.engine.parameters import Parameters, Scored
+from inrun.engine.parameters import Parameters
 from inrun.engine.readers import Request
-from inrun.engine.reading import Reading, clip_from_entries, clip_from_products, correct, joined, random_signs
+from inrun.engine.reading import Reading, clip_from_entries, clip_from_products, random_signs
 from inrun.engine.rounding import Noise
-from inrun.engine.scored_step import ScoredStep
+from inrun.engine.scored_step import ScoredStep, enter
 from inrun.engine.scorer import MIDPOINT, Accounts, Outcome, Points, RefiningScorer
 from inrun.engine.sketch import Epoch, SketchedDirection, Sketcher
 from inrun.engine.validation import Gradients, Validation
@@ -88,40 +88,16 @@ class WholeScorer(RefiningScorer):
         """Compare entries of small tensors with the samples', or products with random signs where no tensor is small."""
         sk = self.sketcher
         if self.current is None:
-            entering = joined(sk, readings)
-            if self.known is not None:
-                correct(sk, entering, readings, self.known.flat, self.known.tables)
-            now = torch.zeros(sk.size - sk.cut, dtype=sk.dtype, device=sk.device)
-            self.noise.measure(sk, entering.rows, readings, self.parameters)
-            for i in self.noise.tensors:
-                entering.rows[:, sk.columns[i]] = 0.0
-            entries = entering.rows[:, sk.cut :]
-            total = self.parameters.processes.all_reduced("sums of gradients", entries.sum(0))
-            cancelled = self.noise.covers(total)
-            if cancelled is not None:
-                entries.masked_fill_(cancelled, 0.0)
-                total.masked_fill_(cancelled, 0.0)
-            self.current = ScoredStep(entering, now, total, cancelled)
+            self.current = enter(sk, self.parameters, self.noise, self.known, readings)
         some = self.parameters.of(optimizer)
         kept = [s for s in some if sk.plans[s.place].lossless]
-        if kept:
-            where = slice(sk.kept_columns(kept[0].place).start, sk.kept_columns(kept[-1].place).stop)
-            torch.cat([self._entries(s) for s in kept], out=self.current.now[where])
-            if self.parameters.shards is not None:
-                self.parameters.processes.all_reduce_("gradients of small tensors", [self.current.now[where]])
+        self.current.take_gradients(sk, self.parameters, kept)
         small, processes = [s.place for s in kept if s.grad is not None], self.parameters.processes
         if not small and self.direction is not None and not any(s.place in self._signs for s in some):
             return clip_from_products(readings, some, {i: sk.flat.view(self.direction, i) for i in sk.lossy}, processes)
         if not small:
             return clip_from_products([replace(r, products=r.signed) for r in readings], some, self._signs, processes)
         return clip_from_entries(sk, self.current.total, self.current.now, small, processes)
-
-    def _entries(self, s: Scored) -> Tensor:
-        """Return a gradient's entries as far as they are here, and zeros elsewhere."""
-        if s.grad is None:
-            return torch.zeros((), dtype=self.sketcher.dtype, device=self.sketcher.device).expand(s.parameter.numel())
-        shards = self.parameters.shards
-        return (s.grad if shards is None else shards.embed(s.place, s.grad.unsqueeze(0))).reshape(-1).to(self.sketcher.dtype)
 
     def check(self, readings: Sequence[Reading], optimizer: int, clip: Tensor) -> None:
         """Audit: do the samples' gradients add up to the gradient that the optimizer is about to use?"""

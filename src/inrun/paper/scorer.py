@@ -179,9 +179,10 @@ class GhostScorer:
         """Write a step that has run to its end."""
         if step.loss is None or step.products is None:
             raise StepError("the step ended without scorer.loss(...).backward(); call it inside")
-        if step.values is None:
+        values, clip = step.values, step.clip
+        if values is None or clip is None:
             raise StepError("the step ended without optimizer.step(); call it inside the step")
-        values, loss, skipped = step.values.detach(), float(step.loss.validation.detach()), None
+        loss, skipped = float(step.loss.validation.detach()), None
         if not step.loss.validation.isfinite():
             skipped = Skip.VALIDATION_LOSS.text()
         elif not values.isfinite().all():
@@ -191,7 +192,7 @@ class GhostScorer:
             values = torch.zeros_like(values)
         chosen = step.products.forms
         forms = {name: chosen[p] for name, p in self._model.named_parameters() if p in chosen}
-        result = ScoredStep(self.steps_done, step.ids, values, loss, step.clip, forms, skipped)
+        result = ScoredStep(self.steps_done, step.ids, values, loss, clip, forms, skipped)
         self.ledger.write(self._record(result))
         self._last, self.steps_done = result, self.steps_done + 1
 

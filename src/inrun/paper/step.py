@@ -44,8 +44,7 @@ class OpenStep:
     Attributes:
         loss: The losses, once they are known.
         products: What the backward found.
-        values: The Shapley values once the optimizer steps, ``[n]``.
-        clip: The factor c between the gradient and what the optimizer used.
+        clip: The factor c between the gradient and what the optimizer used, once it steps.
     """
 
     def __init__(
@@ -65,8 +64,7 @@ class OpenStep:
         self._rates: Rates = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self.products: Products | None = None
-        self.values: Tensor | None = None
-        self.clip = 1.0
+        self.clip: float | None = None
         for name, p in parameters.items():
             if p.grad is not None and p.grad.any():
                 raise StepError(
@@ -129,19 +127,25 @@ class OpenStep:
         signed = [(g, -float(g["lr"]) if g.get("maximize") else float(g["lr"])) for g in groups]
         return {p: eta for group, eta in signed for p in group["params"]}
 
+    @property
+    def values(self) -> Tensor | None:
+        """Return the Shapley values, ``[n]``; None before the optimizer has stepped."""
+        if self.products is None or self.clip is None:
+            return None
+        return self.products.shapley_values(self.clip).detach()
+
     def before_update(self, *_: Any) -> None:
-        """Measure the clip factor and compute the values; the optimizer is about to step."""
+        """Measure the clip factor; the optimizer is about to step."""
         if self.products is None:
             raise StepError(
                 "no backward has run before optimizer.step(); call "
                 "scorer.loss(train_loss, validation_loss).backward() inside the step"
             )
-        if self.values is not None:
+        if self.clip is not None:
             raise StepError("the optimizer stepped twice; open a step for each update")
         if self._learning_rates() != self._rates:
             raise StepError("a learning rate changed after the backward; change it between steps")
         self.clip = self._clip_factor()
-        self.values = self.products.shapley_values(self.clip)
 
     @torch.no_grad()
     def _clip_factor(self) -> float:
