@@ -1,9 +1,10 @@
-"""The walls between rooms, read from the imports."""
+"""The walls between rooms, read from the imports; and how large the rooms that score may be."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,66 @@ def test_import_is_light() -> None:
     for room in sorted(NO_TORCH):
         code = f"import sys, inrun.{room}; assert 'torch' not in sys.modules"
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+#: Lines when formatted at 100 columns: of a file, of the engine with its layers and optimizers, and of the paper's method.
+COLUMNS, LONGEST, ENGINE, PAPER, MOST_ATTRIBUTES = 100, 400, 13_000, 1_500, 12
+ENGINE_ROOMS = ("engine", "layers", "optimizers")
+
+
+def narrow(folder: Path) -> None:
+    """Format the files of a folder as if lines had 100 columns."""
+    command = [sys.executable, "-m", "ruff", "format", "--quiet", "--isolated", "--line-length", str(COLUMNS), str(folder)]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture(scope="module")
+def narrow_rooms(tmp_path_factory) -> Path:
+    copy: Path = tmp_path_factory.mktemp("rooms")
+    for room in (*ENGINE_ROOMS, "paper"):
+        shutil.copytree(SOURCE / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+    narrow(copy)
+    return copy
+
+
+def lines_of(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): len(p.read_text().splitlines()) for p in folder.rglob("*.py")}
+
+
+def attributes_of(cls: ast.ClassDef) -> set[str]:
+    """Return the fields of a class, and what its methods set on self."""
+    fields = [n for n in cls.body if isinstance(n, ast.AnnAssign) and "ClassVar" not in ast.unparse(n.annotation)]
+    names = {n.target.id for n in fields if isinstance(n.target, ast.Name)}
+    for n in ast.walk(cls):
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and isinstance(n.value, ast.Name) and n.value.id == "self":
+            names.add(n.attr)
+    return names
+
+
+def wide_classes(text: str) -> list[str]:
+    classes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef)]
+    return [c.name for c in classes if len(attributes_of(c)) > MOST_ATTRIBUTES]
+
+
+def test_rooms_that_score_stay_small(narrow_rooms: Path) -> None:
+    lines = lines_of(narrow_rooms)
+    assert not {name: n for name, n in lines.items() if n > LONGEST}
+    assert sum(n for name, n in lines.items() if Path(name).parts[0] in ENGINE_ROOMS) <= ENGINE
+    assert sum(n for name, n in lines.items() if Path(name).parts[0] == "paper") <= PAPER
+    assert {Path(name).parts[0] for name in lines} == {*ENGINE_ROOMS, "paper"}
+
+
+def test_classes_that_score_stay_narrow(narrow_rooms: Path) -> None:
+    wide = {str(p.relative_to(narrow_rooms)): found for p in narrow_rooms.rglob("*.py") if (found := wide_classes(p.read_text()))}
+    assert not wide
+
+
+def test_long_files_and_wide_classes_are_seen(tmp_path: Path) -> None:
+    """The control: lines are counted after they are broken, and attributes however they are set."""
+    (tmp_path / "dense.py").write_text(f"x = [{', '.join(map(str, range(LONGEST + 1)))}]\n")
+    narrow(tmp_path)
+    assert lines_of(tmp_path)["dense.py"] > LONGEST
+    fields = "".join(f"    a{i}: int = {i}\n" for i in range(MOST_ATTRIBUTES - 2))
+    method = "    def f(self) -> None:\n        self.b, (self.c, _) = 1, (2, 3)\n"
+    assert wide_classes(f"class A:\n{fields}    n: ClassVar[int] = 0\n{method}") == []
+    assert wide_classes(f"class A:\n{fields}{method}        self.d += 1\n") == ["A"]
