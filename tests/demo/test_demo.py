@@ -60,7 +60,7 @@ def test_planted_samples_are_told_by_their_scores(tmp_path):
 
 def test_a_short_demo_tells_its_story(tmp_path):
     run = str(tmp_path / "demo")
-    config = DemoConfig(run=run, steps=24, per_domain=40, held_out=8, planted=12)
+    config = DemoConfig(run=run, steps=16, per_domain=40, held_out=8, planted=12)
     first: dict[str, float] = {}
     result = run_demo(config, lambda s: first.update({} if first else s.validation))
     told = json.loads(json.dumps(findings(run, result, first)))
@@ -76,7 +76,7 @@ def test_a_short_demo_tells_its_story(tmp_path):
     lines = [line for line in text.splitlines() if run not in line]
     assert max(map(len, lines)) <= 80 and "helped most" in text and "e-6" not in text
     assert "precision" in text and "The books" in text and f"inrun curate {run}" in text.replace("\n", "")
-    assert run_demo(replace(config, steps=2)).finished  # a demo is replaced by the next
+    assert run_demo(replace(config, steps=1)).finished  # a demo is replaced by the next
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     with pytest.raises(ConfigurationError, match="not a demo"):

@@ -87,12 +87,12 @@ DDP = [
     Case("step, static graph", {"method": "step"}, wrap=ddp(static_graph=True), optimizer=sgd),
     Case("step, unused", {"method": "step"}, wrap=UNUSED, model=SomeUnused, sizes=((3, 2),), apart=True),
     Case("second, ragged", {"method": "second"}, sizes=RAGGED, no_sync=True, padded=True, steps=2),
-    Case("whole", {}),
     Case("whole, sketched, bucket views, in place", {"sketch": 256}, wrap=ddp(gradient_as_bucket_view=True), zero_in_place=True),
     Case("whole, exact, no_sync", {"sketch": "exact"}, sizes=ACCUMULATED, no_sync=True, optimizer=sgd),
     Case("whole, long", {"sketch": 256, "audit_every": 0}, sgd, ((2, 1),), 27, model=one_block, padded=True),
 ]
 MORE_DDP = [
+    Case("whole", {}),
     Case("first, bucket views, in place", {"method": "first"}, wrap=ddp(gradient_as_bucket_view=True), zero_in_place=True),
     Case("step, no_sync", {"method": "step"}, sizes=ACCUMULATED, no_sync=True),
     Case("step, bucket views, accumulated", {"method": "step"}, sizes=ACCUMULATED, wrap=ddp(gradient_as_bucket_view=True)),
@@ -123,13 +123,13 @@ RESUMED_FOUR = [
 ]
 FSDP = [
     Case("fsdp first", {"method": "first"}, wrap=SHARDED),
-    Case("fsdp first, kept whole, in place", {"method": "first"}, sgd, wrap=sharded(False), zero_in_place=True),
     Case("fsdp step, accumulated", {"method": "step"}, wrap=SHARDED, sizes=ACCUMULATED, no_sync=True),
-    Case("fsdp points", {"method": "first"}, wrap=SHARDED, points=True, steps=2),
-    Case("fsdp whole", {}, wrap=SHARDED),
     Case("fsdp whole, sketched", {"sketch": 256}, slow, wrap=SHARDED, steps=5),
 ]
 MORE_FSDP = [
+    Case("fsdp first, kept whole, in place", {"method": "first"}, sgd, wrap=sharded(False), zero_in_place=True),
+    Case("fsdp points", {"method": "first"}, wrap=SHARDED, points=True, steps=2),
+    Case("fsdp whole", {}, wrap=SHARDED),
     Case("fsdp step, untied", {"method": "step"}, wrap=SHARDED, model=functools.partial(tiny, tied=False)),
     Case("fsdp first, compiled", {"method": "first"}, sgd, wrap=sharded(compiled=True), steps=2),
     Case("fsdp whole, compiled", {"sketch": 256}, wrap=sharded(False, compiled=True), steps=2),

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def launch(
     name: str,
     world: int = 2,
-    seconds: float = 100.0,
+    seconds: float = 300.0,
     extra: dict[str, str] | None = None,
     during: Callable[[list[subprocess.Popen[bytes]]], None] | None = None,
 ) -> list[dict[str, Any]]:
