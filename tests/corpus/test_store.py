@@ -24,6 +24,7 @@ from inrun.corpus.documents import Fields
 from inrun.corpus.store import TokenStore, build_store
 from inrun.corpus.tokenizers import ByteTokenizer
 from inrun.errors import ConfigurationError, DataError
+from long import LONG
 
 BYTES = ByteTokenizer()
 
@@ -303,7 +304,7 @@ def build_in_fork(paths, cache: Path, after: float | None) -> bool:
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [8, pytest.param(200 if LONG else 40, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_bytes_are_the_same(tmp_path, often, kills: int) -> None:
     paths = corpus(tmp_path, 800)
     began = time.monotonic()

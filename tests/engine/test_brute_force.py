@@ -195,7 +195,13 @@ def test_whole_credit_is_that_of_the_brute_force(case: str, middle: None) -> Non
         assert case in ("sgd", "sgd, coupled decay") or relative_error(torch.cat(brute.own), truth) > 1e-3
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c not in ("rmsprop, momentum", "rmsprop, momentum, centered")])
+#: Kernels of one optimizer remember alike, which the whole credit above compares.
+STEP = [c for c in CASES if c not in ("rmsprop, momentum", "rmsprop, momentum, centered")]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] if c.endswith(("fused", "foreach")) else []) for c in STEP]
+)
 def test_the_step_method_gives_the_steps_own_share(case: str, middle: None) -> None:
     accountant, brute, own = run(case, method="step", sketch=None)
     assert relative_error(own, torch.cat(brute.own)) < 1e-9

@@ -194,7 +194,6 @@ FAST = [
     ("torch.compile, accountant of the module inside", "whole"),
     ("torch.compile, after", "step"),
     ("model.compile()", "second"),
-    ("model.compile(), after", "first"),
     ("block.compile()", "whole"),
     ("block.compile(), after", "first"),
     ("torch.compile(block)", "step"),

@@ -38,10 +38,10 @@ def test_smoke_runs_and_goes_on_from_its_cells(name: str, tmp_path: Path) -> Non
     assert "digits" in page(found, work)
 
 
-SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("mislabel", "selection")]
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("mislabel", "selection", "stability")]
 
 
-@pytest.mark.parametrize("name", ["stability", *SLOWLY])
+@pytest.mark.parametrize("name", SLOWLY)
 def test_computed_again_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
     text = []
     for place, seconds in (("a", 1.0), ("b", 2.0)):

@@ -116,7 +116,11 @@ CASES: dict[str, tuple[Any, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: Both are parts of what "accumulated" and "checkpointing" test; `step` is in test_trl.py, too.
+SLOW = ("plain", "accumulated, step")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES])
 def test_equals_a_plain_loop_and_the_trainer_without_us(name: str, tmp_path: Path) -> None:
     make, base, options, scoring = CASES[name]
     low = name == "bf16"

@@ -92,7 +92,9 @@ def lora(model: Any) -> Any:
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "lora", "no checkpointing", "step", "tiles"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("tied", marks=pytest.mark.slow), "untied", "lora", "no checkpointing", "step", "tiles"]
+)
 def test_sft_equals_a_plain_loop_and_the_trainer_without_us(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     def build() -> Any:
         model = llama(tied=kind != "untied")
@@ -142,7 +144,7 @@ def test_resumed_equals_unbroken(tmp_path: Path) -> None:
     assert difference(final, resumed) == 0
 
 
-@pytest.mark.parametrize("how", ["bfd", "padding-free", "bfd, own ids, shuffled"])
+@pytest.mark.parametrize("how", [pytest.param("bfd", marks=pytest.mark.slow), "padding-free", "bfd, own ids, shuffled"])
 def test_packed_documents_are_scored_one_by_one(how: str, tmp_path: Path) -> None:
     dataset, first = texts(), 0
     packed = {"packing": True, "max_length": 12, "per_device_train_batch_size": 1}
@@ -244,7 +246,7 @@ def completion(model: Any, prompt: list[int], answer: list[int]) -> Tensor:
     return log_probs(model, rows)[:, len(prompt) - 1 :].sum()
 
 
-@pytest.mark.parametrize("kind", ["whole model", "lora"])
+@pytest.mark.parametrize("kind", ["whole model", pytest.param("lora", marks=pytest.mark.slow)])
 def test_dpo_equals_a_plain_loop_and_the_trainer_without_us(kind: str, tmp_path: Path) -> None:
     def build() -> tuple[Any, Any]:
         return (lora(llama()), None) if kind == "lora" else (llama(), llama())

@@ -19,6 +19,7 @@ from inrun.ledger.manifest import ManifestEntry, Part, chain_path, check_relativ
 from inrun.ledger.merge import merge
 from inrun.ledger.repair import repair
 from inrun.ledger.verify import verify
+from long import LONG
 
 STEPS = 12
 TABLES = ("contributions", "accounts")
@@ -93,7 +94,7 @@ def damaged_bits(run: Path, rng: random.Random, count: int):
         yield file, place, bytes(data)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(20_000 if LONG else 3000, marks=pytest.mark.slow)])
 def test_no_bit_flip_goes_unseen(books, count: int) -> None:
     run, _, expected = books
     seen = dict.fromkeys(["parts", "other"], 0)
@@ -319,7 +320,7 @@ def test_what_changes_nothing_is_harmless(books, copy, name: str) -> None:
     assert read(copy) == books[2]
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [15, pytest.param(1000 if LONG else 300, marks=pytest.mark.slow)])
 def test_repair_after_random_damage_keeps_the_rest(books, tmp_path, count: int) -> None:
     """One to three random flips or cuts anywhere: what is left is exactly what is not named as lost."""
     rng = random.Random(count)

@@ -28,6 +28,7 @@ from inrun.ledger import Ledger, StepRecord
 from inrun.ledger.lock import lock_rank
 from inrun.ledger.manifest import ManifestEntry, chain_path, head_line, head_path
 from inrun.ledger.verify import verify
+from long import LONG
 
 LOWEST, HIGHEST = -(2**63), 2**63 - 1
 
@@ -272,8 +273,12 @@ MODES = ["lost", "names", "random", "random"]
     [
         pytest.param(1, MODES, 4, id="one rank"),
         pytest.param(2, ["random"], 6, id="two ranks"),
-        pytest.param(1, [*MODES, "kept"] + ["random"] * 40, 1, marks=pytest.mark.slow, id="one rank, more states"),
-        pytest.param(2, [*MODES, "kept"] + ["random"] * 20, 1, marks=pytest.mark.slow, id="two ranks, more states"),
+        pytest.param(
+            1, [*MODES, "kept"] + ["random"] * (40 if LONG else 10), 1, marks=pytest.mark.slow, id="one rank, more states"
+        ),
+        pytest.param(
+            2, [*MODES, "kept"] + ["random"] * (20 if LONG else 3), 1, marks=pytest.mark.slow, id="two ranks, more states"
+        ),
     ],
 )
 def test_a_power_cut_at_any_moment_leaves_a_prefix(quick_path, ranks: int, modes: list[str], every: int) -> None:
@@ -286,7 +291,7 @@ def test_a_power_cut_at_any_moment_leaves_a_prefix(quick_path, ranks: int, modes
     assert count == len(moments) * len(modes) >= (800 if ranks == 1 else 300) // every
 
 
-@pytest.mark.parametrize("pairs", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", [50, pytest.param(2000 if LONG else 500, marks=pytest.mark.slow)])
 def test_a_second_power_cut_while_going_on(quick_path, pairs: int) -> None:
     tmp_path = quick_path
     moments = moments_of(tmp_path, 1)

@@ -16,6 +16,7 @@ from faulty_files import QuickFiles
 from inrun.errors import LedgerError
 from inrun.ledger import Ledger, SettledCredits, StepRecord
 from inrun.ledger.verify import verify
+from long import LONG
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -192,5 +193,5 @@ def checked(examples: int):
     return Checked
 
 
-TestBooks = checked(30)
-TestBooksLong = pytest.mark.slow(checked(1000))
+TestBooks = checked(15)
+TestBooksLong = pytest.mark.slow(checked(1000 if LONG else 200))

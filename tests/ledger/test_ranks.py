@@ -21,6 +21,7 @@ from inrun.ledger.manifest import chain_path
 from inrun.ledger.merge import merge
 from inrun.ledger.repair import repair
 from inrun.ledger.verify import verify
+from long import LONG
 
 #: Samples of a step, over all ranks; steps between marks; steps after which a use is settled.
 BATCH, EVERY, WINDOW = 8, 7, 5
@@ -196,7 +197,7 @@ def check_whole_steps(run: Path) -> None:
     assert set(credits) <= set(wanted[1])
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(2, 5), pytest.param(20, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "seed"), [(2, 5), pytest.param(20 if LONG else 8, 1, marks=pytest.mark.slow)])
 def test_killed_ranks_lose_nothing_and_count_nothing_twice(tmp_path, kills: int, seed: int, capfd) -> None:
     assert kill_until_done(tmp_path / "job", kills, seed) == kills
     assert books(tmp_path / "job" / "run") == expected(40)
